@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 train: $(VENV)/stamp-$(EXTRAS)
 	$(BIN)/jshard train models/gpt.py
 
-# A file is run by one worker: its tests share what is compiled. tests/conftest.py has the long files begin.
+# A file is run by one worker: its tests share what is compiled. tests/durations.py has the long files begin.
 test: $(VENV)/stamp-test
 	$(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
 		-n $$($(BIN)/python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')

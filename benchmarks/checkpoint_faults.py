@@ -140,7 +140,7 @@ def _changes(path: Path, change: _Change, times: int, rng: random.Random) -> boo
 def _look(path: Path, state: Any) -> tuple[bool, bool]:
     """Whether the change is found at all, and whether a restore returns the saved values."""
     import jshard as js
-    from jshard.checkpoint.comparing import verify
+    from jshard.checkpoint.verifying import verify
     from jshard.errors import FourPartError
 
     try:
@@ -240,7 +240,7 @@ def _step_that_is(out: Any, what: str) -> int:
 def _after_a_kill(folder: str) -> int | None:
     """The newest step, if all existing ones are valid and have the saved values."""
     from jshard.checkpoint import Checkpointer
-    from jshard.checkpoint.comparing import verify
+    from jshard.checkpoint.verifying import verify
 
     checkpoints = Checkpointer(folder, keep=2)
     for step in checkpoints.steps():

@@ -220,14 +220,14 @@ def index(asked: dict[str, Any]) -> Operations:
     import dataclasses
 
     from jshard.checkpoint import manifest
-    from jshard.checkpoint.layout import Piece, laid_out, num_blocks
+    from jshard.checkpoint.layout import Piece, lay_out_files, num_blocks
     from jshard.checkpoint.readers import own_checkpoint
     from jshard.checkpoint.storage import FOLDER
 
     folder, writers, dtype = Path(asked["folder"]), asked["writers"], np.dtype(np.float32)
     paths = [f"model/layers/{number}/kernel" for number in range(asked["leaves"])]
     (folder / FOLDER).mkdir(parents=True)
-    (layout,) = laid_out(Piece(n, path, dtype, ((0, 1), (0, 128))) for n, path in enumerate(paths))
+    (layout,) = lay_out_files(Piece(n, path, dtype, ((0, 1), (0, 128))) for n, path in enumerate(paths))
     packed = {}
     for writer in range(writers):
         box = (writer, writer + 1), (0, 128)

@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
-from jshard.cluster.estimate import Estimate, PlannedCluster
+from jshard.cluster.estimate import Estimate
+from jshard.cluster.machine import PlannedCluster
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology, require_compiler
 from jshard.errors import FourPartError, MissingExtraError

@@ -2,7 +2,7 @@
 
 The rows are in published_rows.json: model, cluster, batch and remat as the source states them, and the source. Each is
 compiled for its cluster, which is not here, and estimated with the constants of jshard.facts.devices and
-jshard.cluster.estimate. Each is from a source, and of those for GPUs none was fitted; but which
+jshard.cluster.machine. Each is from a source, and of those for GPUs none was fitted; but which
 source an A100 and attention on an H100 go by was decided after a first look at the rows of lf, pax, mt, titan and fms,
 not at those of kf, il and tl. Beside it stand predictors of one line, whose constants are fitted to the rows: once to
 all of them, and once for each source to those of the others. Rows of TPUs stand apart.
@@ -23,7 +23,7 @@ from benchmarks.pictures import new_axes, save
 from benchmarks.planned import require
 from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
-from jshard.cluster.estimate import PlannedCluster, parse_known
+from jshard.cluster.machine import PlannedCluster, parse_known
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology
 

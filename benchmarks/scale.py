@@ -14,7 +14,7 @@ from benchmarks.pictures import new_axes, save
 from benchmarks.planned import EXPLAINED, MODEL, SMALL, Point, fitting, rows_of, table_of
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Costs
-from jshard.cluster.estimate import PlannedCluster
+from jshard.cluster.machine import PlannedCluster
 from jshard.cluster.topology import parse_topology
 from jshard.recipes.overrides import override
 from jshard.train import load_model_file

@@ -11,7 +11,8 @@ from typing import Any
 
 from benchmarks.pictures import new_axes, save
 from benchmarks.planned import EXPLAINED, MODEL, Point, fitting, rows_of, table_of
-from jshard.cluster.compile import COMPARED, CompileRequest, variants_for
+from jshard.cluster.compile import CompileRequest
+from jshard.cluster.strategies import COMPARED, variants_for
 from jshard.cluster.topology import parse_topology
 
 TITLE = "Strategies over model sizes"

@@ -35,7 +35,7 @@ import jshard as js
 from benchmarks.tables import markdown_table
 from benchmarks.version_cases import CASES, MODELS, Case
 from jshard.api.optimizer import abstract_optimizer
-from jshard.cluster.estimate import PlannedCluster
+from jshard.cluster.machine import PlannedCluster
 from jshard.cluster.options import compile_nothing, options_for
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.engine.context import plain_flax

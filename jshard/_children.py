@@ -21,7 +21,7 @@ _RUN = (
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of jshard as a program."""
+    """Returns the command that runs a module of jshard as a program."""
     home = Path(__file__).resolve().parent.parent
     return [sys.executable, "-P", "-c", _RUN, str(home), module, *arguments]
 

@@ -33,6 +33,9 @@ from jshard.errors import FourPartError, UnsafeFileError
 METADATA_BYTES = 64 << 20
 """Bound for a file that describes others. JSON takes up to 20 times its size in memory once it is parsed."""
 
+_PART_BYTES = 1 << 20
+
+# O_NOCTTY: a terminal in place of a file must not become the controlling one, whose hang-up would end the process.
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
 _WRITTEN = os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
 # With it, the open of a FIFO returns at once, and reads of what looks like a file and is none (/proc/kmsg) do not wait.
@@ -72,6 +75,7 @@ def open_number(path: str | os.PathLike[str], *, follow: bool = True) -> int:
             raise _not_regular(path, os.lstat(path).st_mode) from error
         raise
     try:
+        # Of the open file, not of the path: between two looks at a path it may become another file.
         _check_regular(path, os.fstat(number))
     except UnsafeFileError:
         os.close(number)
@@ -93,6 +97,7 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES, *
         OSError: it does not exist, or cannot be read.
     """
     with io.FileIO(open_number(path, follow=follow), "rb") as file:
+        # The size that the file claims refuses a terabyte at once.
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise _too_large(path, size, most_bytes)
@@ -148,13 +153,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -
     try:
         status = os.fstat(number)
         _check_regular(path, status)
-        if status.st_nlink > 1:
-            raise UnsafeFileError(
-                "A file is not written, because it is another file, too.",
-                where=str(path),
-                why=f"it has {status.st_nlink} names (hard links), and the others would change with it.",
-                do=f"see that it may go, then remove this name of it: rm {shlex.quote(os.fspath(path))}",
-            )
+        _check_single_name(path, status)
     except UnsafeFileError:
         os.close(number)
         raise
@@ -215,7 +214,9 @@ def check_may_write(path: Path) -> None:
         existing = existing.parent
     if existing != path.absolute() and not existing.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
-    needed = os.W_OK | os.X_OK if existing.is_dir() else os.W_OK
+    needed = os.W_OK
+    if existing.is_dir():
+        needed |= os.X_OK  # without it nothing can be created in a folder
     if not os.access(existing, needed):
         is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
         number = errno.EROFS if is_read_only else errno.EACCES
@@ -240,7 +241,7 @@ def check_regular_files(folder: Path) -> None:
 
 
 def is_inside(relative: object) -> bool:
-    """Whether a path that a file names stays below the folder of that file: relative, and without `..`."""
+    """Returns whether a path that a file names stays below the folder of that file: relative, and without `..`."""
     if not isinstance(relative, str) or not is_text(relative):
         return False
     parts = PurePosixPath(relative).parts
@@ -248,25 +249,36 @@ def is_inside(relative: object) -> bool:
 
 
 def is_draft(name: str, of: str) -> bool:
-    """Whether a file is what an interrupted `replacing` left of the file `of`."""
+    """Returns whether a file is what an interrupted `replacing` left of the file `of`."""
     return re.fullmatch(rf"\.{re.escape(of)}\.[0-9a-f]{{8}}\.tmp", name) is not None
 
 
 def _read_up_to(file: io.FileIO, most_bytes: int) -> bytes:
+    """Returns the contents of a file, or its first bytes; memory is taken for what is there, whatever its size is."""
     parts: list[bytes] = []
-    left = most_bytes
-    while left:
-        part = file.read(min(left, 1 << 20))
+    remaining = most_bytes
+    while remaining:
+        part = file.read(min(remaining, _PART_BYTES))
         if not part:  # None if a read would wait
             break
         parts.append(part)
-        left -= len(part)
+        remaining -= len(part)
     return b"".join(parts)
 
 
 def _check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise _not_regular(path, status.st_mode)
+
+
+def _check_single_name(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if status.st_nlink > 1:
+        raise UnsafeFileError(
+            "A file is not written, because it is another file, too.",
+            where=str(path),
+            why=f"it has {status.st_nlink} names (hard links), and the others would change with it.",
+            do=f"see that it may go, then remove this name of it: rm {shlex.quote(os.fspath(path))}",
+        )
 
 
 def _not_regular(path: str | os.PathLike[str], mode: int) -> FourPartError:

@@ -17,7 +17,8 @@ from typing import TextIO
 
 from jshard.errors import printable
 
-_EVERY_S, _FIRST_S = 1.0, 0.3
+_EVERY_S = 1.0
+_FIRST_S = 0.3  # instant work is not shown
 _PLAIN_FIRST_S = 30.0  # in a log file; the time to the next line doubles, so that a long wait does not fill it
 
 
@@ -46,6 +47,7 @@ class LiveLine:
         columns = self.columns
         line = printable(line)
         with self._lock:
+            # Blanks cover what is longer in the text before.
             self._write("\r" + line[:columns].ljust(min(self._width, columns)))
             self._width = min(len(line), columns)
 
@@ -53,8 +55,14 @@ class LiveLine:
         """Writes a permanent line in place of the live one."""
         line = printable(line, keep="\n\t")
         with self._lock:
-            blank, self._width = " " * min(self._width, self.columns), 0
-            self._write((f"\r{blank}\r" if blank else "") + (f"{line}\n" if line else ""))
+            text = ""
+            width = min(self._width, self.columns)
+            if width:
+                text = f"\r{' ' * width}\r"
+            if line:
+                text += f"{line}\n"
+            self._width = 0
+            self._write(text)
 
     def end(self) -> None:
         """Keeps the live line, and starts another."""
@@ -80,9 +88,9 @@ class LiveLine:
         if self._stream is sys.stdout:
             # Python flushes standard output at exit, and would exit with code 120.
             with contextlib.suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, sys.stdout.fileno())
-                os.close(nowhere)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, sys.stdout.fileno())
+                os.close(null)
         self._stream = None
 
 
@@ -94,7 +102,8 @@ class Work:
     """
 
     def __init__(self, what: str) -> None:
-        self.what, self.result = what, ""
+        self.what = what
+        self.result = ""
 
 
 @contextlib.contextmanager
@@ -123,54 +132,86 @@ def at_work(
     Yields:
         The work, whose `what` and `result` may be changed by the block.
     """
-    work, line, start_s, over = Work(what), LiveLine(stream), time.perf_counter(), threading.Event()
+    work = Work(what)
+    line = LiveLine(stream)
+    clock = _Clock()
+    if line.is_live:
+        ticking = threading.Thread(target=_rewrite_line, args=(line, work, clock, every_s))
+    else:
+        if not quiet_s:
+            say(f"{what} ...")
+        ticking = threading.Thread(target=_print_lines, args=(say, work, clock, plain_first_s, quiet_s))
+    ticking.name = "jshard-at-work"
+    ticking.daemon = True
+    ticking.start()
+    is_completed = False
+    try:
+        yield work
+        is_completed = True
+    finally:
+        clock.is_over.set()
+        ticking.join()  # or it could write after the last line
+        if line.is_live:
+            line.leave()
+        elapsed_s = clock.elapsed_s
+        if elapsed_s >= quiet_s:
+            say(f"{work.what}: {_outcome(work, elapsed_s, is_completed)}")
 
-    def rewrite_line() -> None:
-        wait_s = min(_FIRST_S, every_s)  # instant work is not shown
-        while not over.wait(wait_s):
-            so_far = f" ... {took(int(time.perf_counter() - start_s))}"
-            line.rewrite(_cut(work.what, line.columns - len(so_far)) + so_far)
-            wait_s = every_s
 
-    def print_lines() -> None:
-        with contextlib.suppress(OSError, ValueError):  # the stream is closed; the work continues
-            print_each()
+class _Clock:
+    """The time of work in progress, and an event for its end."""
 
-    def print_each() -> None:
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self.is_over = threading.Event()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    def is_over_at(self, elapsed_s: float) -> bool:
+        """Waits until so much time has passed since the start, or the work is over; returns whether it is."""
+        return self.is_over.wait(max(elapsed_s - self.elapsed_s, 0))
+
+
+def _rewrite_line(line: LiveLine, work: Work, clock: _Clock, every_s: float) -> None:
+    """Shows work on a terminal, in one line, until it is over."""
+    wait_s = min(_FIRST_S, every_s)
+    while not clock.is_over.wait(wait_s):
+        suffix = f" ... {took(int(clock.elapsed_s))}"
+        line.rewrite(_cut(work.what, line.columns - len(suffix)) + suffix)
+        wait_s = every_s
+
+
+def _print_lines(say: Callable[[str], object], work: Work, clock: _Clock, plain_first_s: float, quiet_s: float) -> None:
+    """Shows work in lines, at intervals that double, until it is over."""
+    with contextlib.suppress(OSError, ValueError):  # the stream is closed; the work continues
         if quiet_s:
-            if over.wait(quiet_s):
+            if clock.is_over.wait(quiet_s):
                 return
             say(f"{work.what} ...")
         next_s = plain_first_s
-        while not over.wait(max(next_s - (time.perf_counter() - start_s), 0)):
+        while not clock.is_over_at(next_s):
             say(f"{work.what} ... {took(round(next_s))} so far")
             next_s *= 2
 
-    if not (line.is_live or quiet_s):
-        say(f"{what} ...")
-    ticking = threading.Thread(target=rewrite_line if line.is_live else print_lines, name="jshard-at-work", daemon=True)
-    ticking.start()
-    how = "stopped after "
-    try:
-        yield work
-        how = ""
-    finally:
-        over.set()
-        ticking.join()
-        if line.is_live:
-            line.leave()
-        result = f", {work.result}" if work.result and not how else ""
-        took_s = time.perf_counter() - start_s
-        if took_s >= quiet_s:
-            say(f"{work.what}: {how}{took(took_s)}{result}")
+
+def _outcome(work: Work, elapsed_s: float, is_completed: bool) -> str:
+    if not is_completed:
+        return f"stopped after {took(elapsed_s)}"
+    if work.result:
+        return f"{took(elapsed_s)}, {work.result}"
+    return took(elapsed_s)
 
 
 def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: max(room - 1, 0)]}…"
+    if len(text) <= room:
+        return text
+    return f"{text[: max(room - 1, 0)]}…"
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether lines of a stream can be rewritten: on a terminal, or in a notebook."""
+    """Returns whether lines of a stream can be rewritten: on a terminal, or in a notebook."""
     if stream is None or stream.closed:
         return False
     is_notebook = type(stream).__module__.startswith("ipykernel.")
@@ -188,13 +229,15 @@ def fitted(text: str, stream: TextIO | None, *, indent: str = "") -> str:
     if not is_terminal(stream):
         return text
     columns = LiveLine(stream).columns
-    whole = textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(whole)
+    lines = textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def took(seconds: float) -> str:
-    """A time as text: 1.5 s, 12 s, 3 min 05 s; integers stay integers."""
+    """Returns a time as text: 1.5 s, 12 s, 3 min 05 s; integers stay integers."""
     if seconds < 9.95 and isinstance(seconds, float):
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    if minutes:
+        return f"{minutes} min {seconds:02} s"
+    return f"{seconds} s"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with the home folder in place of a leading `~` or `~user`, as in a shell.
+    """Returns the path with the home folder in place of a leading `~` or `~user`, as in a shell.
 
     Everything that takes a path from a user calls it first. A shell does not expand the `~` in `--out=~/runs`, in a
     configuration or in Python, and a folder named `~` would be created. As in a shell, an unknown user's `~` stays,

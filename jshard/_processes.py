@@ -24,7 +24,7 @@ _LONG_S = 86400.0  # for waits on the work of one process, however long it takes
 
 
 def is_primary() -> bool:
-    """Whether this is the process that writes what only one process may write."""
+    """Returns whether this is the process that writes what only one process may write."""
     return jax.process_index() == 0
 
 
@@ -33,7 +33,7 @@ def gather_texts(text: str) -> list[str]:
     return exchange("texts", text)
 
 
-def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S, left: list[str] | None = None) -> list[Any]:
+def exchange(topic: str, value: object, *, timeout_s: float = _LONG_S, left: list[str] | None = None) -> list[Any]:
     """Every process passes a value and receives those of all; waits until all have called.
 
     Args:
@@ -58,10 +58,11 @@ def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S, left: list[s
     except RunError:
         raise
     except Exception as error:
+        reason = (str(error) or "no reason given").splitlines()[0]
         raise RunError(
             "The processes of the run cannot communicate.",
             where=f"process {jax.process_index()} on {socket.gethostname()}: {topic}",
-            why=f"{type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0][:300]}",
+            why=f"{type(error).__name__}: {reason[:300]}",
             do="check the last output of process 0: the service they communicate through runs in it.",
         ) from error
     return [json.loads(text) for text in texts]
@@ -69,7 +70,7 @@ def exchange(topic: str, value: Any, *, timeout_s: float = _LONG_S, left: list[s
 
 def all_or_none(
     topic: str,
-    value: Any,
+    value: object,
     error: Exception | None,
     *,
     failed: Callable[[Mapping[int, Mapping[str, Any]]], FourPartError],
@@ -94,23 +95,29 @@ def all_or_none(
     Raises:
         FourPartError: another process cannot continue, or did not call.
     """
+    parts_of_error = None if error is None else _parts(error)
     try:
-        heard = exchange(topic, [None if error is None else _described(error), value], timeout_s=timeout_s, left=left)
+        reports = exchange(topic, [parts_of_error, value], timeout_s=timeout_s, left=left)
     except RunError as missing:
         if not isinstance(error, FourPartError):
             raise (error or missing) from missing.__cause__
-        where, why = [*error.where, *missing.where], f"{error.why}\n{missing.why}"
-        raise type(error)(error.what, where=where, why=why, do=error.do) from missing
-    failures = {number: parts for number, (parts, _) in enumerate(heard) if parts is not None}
-    if failures and left:  # all know it, and none comes to the next exchange
+        raise _with_missing(error, missing) from missing
+    parts_of_errors = {process: parts for process, (parts, _) in enumerate(reports) if parts is not None}
+    if parts_of_errors and left:  # all know it, and none comes to the next exchange
         with contextlib.suppress(RunError):
             exchange(f"{topic}: failed", None, timeout_s=timeout_s)
         withdraw(left)
     if error is not None:
         raise error
-    if failures:
-        raise failed(failures)
-    return [other for _, other in heard]
+    if parts_of_errors:
+        raise failed(parts_of_errors)
+    return [value_of_process for _, value_of_process in reports]
+
+
+def _with_missing(error: FourPartError, missing: RunError) -> FourPartError:
+    """Returns the error of this process, completed by the processes that did not answer."""
+    where = [*error.where, *missing.where]
+    return type(error)(error.what, where=where, why=f"{error.why}\n{missing.why}", do=error.do)
 
 
 def withdraw(left: list[str]) -> None:
@@ -121,29 +128,30 @@ def withdraw(left: list[str]) -> None:
 
 def publish_failure(topic: str, error: Exception) -> None:
     """Notifies the others at once that this process cannot continue, wherever they wait; see `failures`."""
-    if jax.process_count() > 1:
-        key = f"jshard/failures/{topic}/{jax.process_index()}"
-        with contextlib.suppress(Exception):  # the service is gone, which is reported elsewhere
-            coordinator().key_value_set(key, json.dumps(_described(error)), allow_overwrite=True)
+    if jax.process_count() == 1:
+        return
+    key = f"jshard/failures/{topic}/{jax.process_index()}"
+    with contextlib.suppress(Exception):  # the service is gone, which is reported elsewhere
+        coordinator().key_value_set(key, json.dumps(_parts(error)), allow_overwrite=True)
 
 
 def failures(topic: str) -> dict[int, dict[str, Any]]:
-    """The parts of the errors published by `publish_failure` for a topic, by process, without waiting."""
+    """Returns the parts of the errors published by `publish_failure` for a topic, by process, without waiting."""
     if jax.process_count() == 1:
         return {}
     try:
-        found = coordinator().key_value_dir_get(f"jshard/failures/{topic}/")
+        published = coordinator().key_value_dir_get(f"jshard/failures/{topic}/")
     except Exception:  # the service is gone; a wait for it reports that
         return {}
-    return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+    return {_process_of(key): json.loads(text) for key, text in published}
 
 
 def show_threads() -> None:
     """Prints the stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for number, frame in sys._current_frames().items():
-        where = "".join(traceback.format_stack(frame))
-        print(f"thread {names.get(number, number)}:\n{where}", file=sys.stderr, flush=True)
+    for ident, frame in sys._current_frames().items():
+        stack = "".join(traceback.format_stack(frame))
+        print(f"thread {names.get(ident, ident)}:\n{stack}", file=sys.stderr, flush=True)
 
 
 class _Round:
@@ -155,63 +163,81 @@ class _Round:
     """
 
     def __init__(self, topic: str, timeout_s: float) -> None:
-        self._topic, self._timeout_s = topic, timeout_s
-        self._until = time.monotonic() + timeout_s
+        self._topic = topic
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
         self._client = coordinator()
-        self._count, self._here = jax.process_count(), jax.process_index()
+        self._num_processes = jax.process_count()
+        self._process = jax.process_index()
 
     def exchange(self, text: str, left: list[str] | None) -> list[str]:
         """Publishes a string, and returns those of all."""
         root = f"jshard/{self._topic}"
         number = len(self._client.key_value_dir_get(f"{root}/failed/"))
-        given, read = f"{root}/{number}/given", f"{root}/{number}/read"
-        done = [f"{given}/{self._here}"]
+        value_place = f"{root}/{number}/given"
+        read_place = f"{root}/{number}/read"
+        unneeded = [self._key(value_place)]
         try:
-            self._meet(given, text)
-            texts = self._texts(given)
+            self._meet(value_place, text)
+            texts = self._texts(value_place)
             if left is None:
-                done.append(f"{read}/{self._here}")
-                self._meet(read, "")  # no string is deleted or replaced before all have read it
+                unneeded.append(self._key(read_place))
+                self._meet(read_place, "")  # no string is deleted or replaced before all have read it
             else:  # all who came here have read the keys of the previous exchange
-                left[:], done = done, left.copy()
+                previous = left.copy()
+                left[:] = unneeded
+                unneeded = previous
         except Exception:
             self._client.key_value_set(f"{root}/failed/{number}", "=", allow_overwrite=True)
             raise
         finally:
-            for key in done:
+            for key in unneeded:
                 self._client.key_value_delete(key)
-        return [texts[process] for process in range(self._count)]
+        return [texts[process] for process in range(self._num_processes)]
+
+    def _key(self, place: str) -> str:
+        return f"{place}/{self._process}"
 
     def _meet(self, place: str, text: str) -> None:
-        """Publishes a string at a key, and returns once all have arrived there."""
-        self._client.key_value_set(f"{place}/{self._here}", "=" + text, allow_overwrite=True)  # empty ones fail
+        """Publishes a string at a place, and returns once all have arrived there."""
+        self._client.key_value_set(self._key(place), "=" + text, allow_overwrite=True)  # empty ones fail
+        timeout_ms = int(1000 * (self._end_s - time.monotonic()))
         try:
-            self._client.wait_at_barrier(place, max(1, int(1000 * (self._until - time.monotonic()))))
+            self._client.wait_at_barrier(place, max(1, timeout_ms))
         except Exception as error:
-            there = self._texts(place)
-            missing = [process for process in range(self._count) if process not in there]
+            arrived = self._texts(place)
+            missing = [process for process in range(self._num_processes) if process not in arrived]
             if missing:
-                raise self._missing(missing) from error
+                raise self._timeout_error(missing) from error
             raise
 
     def _texts(self, place: str) -> dict[int, str]:
-        found = self._client.key_value_dir_get(f"{place}/")
-        return {int(key.rpartition("/")[2]): text[1:] for key, text in found}
+        """Returns the strings published at a place so far, by process."""
+        published = self._client.key_value_dir_get(f"{place}/")
+        return {_process_of(key): text.removeprefix("=") for key, text in published}
 
-    def _missing(self, missing: list[int]) -> RunError:
+    def _timeout_error(self, missing: list[int]) -> RunError:
         show_threads()
+        host = socket.gethostname()
         return RunError(
-            f"{len(missing)} of {self._count} processes did not reach a synchronization point.",
+            f"{len(missing)} of {self._num_processes} processes did not reach a synchronization point.",
             where=[f"process {process}" for process in missing],
-            why=f"process {self._here} on {socket.gethostname()} waited {self._timeout_s:.0f} s for them: "
-            f"{self._topic}.",
+            why=f"process {self._process} on {host} waited {self._timeout_s:.0f} s for them: {self._topic}.",
             do="check the last output of those processes; the threads of this one are above.",
         )
 
 
-def _described(error: Exception) -> dict[str, Any]:
-    """An error in the form sent to the other processes."""
-    found = {"kind": type(error).__name__, "is_request": is_request(error)}
-    if not isinstance(error, FourPartError):
-        return found | {"what": str(error), "where": [], "why": str(error), "do": ""}
-    return found | {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
+def _process_of(key: str) -> int:
+    """Returns the process that has published a key."""
+    _, _, process = key.rpartition("/")
+    return int(process)
+
+
+def _parts(error: Exception) -> dict[str, Any]:
+    """Returns an error in the form sent to the other processes; see `all_or_none`."""
+    parts: dict[str, Any] = {"kind": type(error).__name__, "is_request": is_request(error)}
+    if isinstance(error, FourPartError):
+        parts |= {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
+    else:
+        parts |= {"what": str(error), "where": [], "why": str(error), "do": ""}
+    return parts

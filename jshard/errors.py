@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Iterator, Sequence
 
-_SHOWN = 10
+_MOST_PLACES = 10
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -16,7 +16,13 @@ def printable(text: str, keep: str = "") -> str:
         text: such as the path of a leaf.
         keep: characters that are not escaped, such as the newlines of a message.
     """
-    return "".join(c if c in keep or c.isprintable() else repr(c)[1:-1] for c in text)
+    characters: list[str] = []
+    for character in text:
+        if character.isprintable() or character in keep:
+            characters.append(character)
+        else:
+            characters.append(repr(character)[1:-1])  # without the quotes
+    return "".join(characters)
 
 
 class FourPartError(Exception):
@@ -30,15 +36,17 @@ class FourPartError(Exception):
     """
 
     def __init__(self, what: str, *, where: str | Sequence[str], why: str, do: str) -> None:
-        self.what, self.why, self.do = what, why, do
+        self.what = what
         self.where = (where,) if isinstance(where, str) else tuple(where)
-        places = list(map(printable, self.where[:_SHOWN]))
-        if len(self.where) > _SHOWN:
-            places.append(f"... and {len(self.where) - _SHOWN} more")
-        parts = (("where:", "\n".join(places)), ("why:", why), ("do:", do))
-        super().__init__("\n".join([_prose(what), *(_part(head, text) for head, text in parts)]))
+        self.why = why
+        self.do = do
+        places = [printable(place) for place in self.where[:_MOST_PLACES]]
+        if len(self.where) > _MOST_PLACES:
+            places.append(f"... and {len(self.where) - _MOST_PLACES} more")
+        lines = [_prose(what), _part("where:", "\n".join(places)), _part("why:", why), _part("do:", do)]
+        super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple:  # errors of data workers are pickled; by itself Python would pass the text alone
         return _rebuild, (type(self), self.what, self.where, self.why, self.do)
 
 
@@ -51,7 +59,7 @@ class RunError(FourPartError, RuntimeError):
 
 
 def is_request(error: BaseException) -> bool:
-    """Whether the request is at fault, and not what happened after it was begun: exit code 2."""
+    """Returns whether the request is at fault, and not what happened after it was begun: exit code 2."""
     return isinstance(error, ShardingError) and not isinstance(error, RunError)
 
 
@@ -71,6 +79,10 @@ class MissingExtraError(ShardingError, ImportError):
     """A package of one of the extras is not installed."""
 
 
+class UnsupportedVersionError(ShardingError, ImportError):
+    """The installed version of a dependency lacks a private name that jshard cannot do without."""
+
+
 class UnsafeFileError(ShardingError, OSError):
     """A file that is not opened, because of what it is. Whoever handles errors of the system handles this one, too."""
 
@@ -85,17 +97,20 @@ class UnsafeFileError(ShardingError, OSError):
 
 
 def causes(error: BaseException | None, *, context: bool = False) -> Iterator[BaseException]:
-    """An error, its cause, and so on, each once: an error raised by several threads may be among its own causes.
+    """Yields an error, its cause, and so on, each once: if several threads raise it, it may be among its own causes.
 
     Args:
         error: the error that was caught.
         context: whether to follow an error without a cause to the one that was being handled when it was raised.
     """
     seen: list[BaseException] = []
-    while error is not None and not any(error is each for each in seen):
+    while error is not None and not any(error is earlier for earlier in seen):
         yield error
         seen.append(error)
-        error = error.__cause__ or (error.__context__ if context else None)
+        cause = error.__cause__
+        if cause is None and context:
+            cause = error.__context__
+        error = cause
 
 
 def _part(head: str, text: str) -> str:

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 
+from tests import durations
 from tests.compiling import XLA_FLAGS
 
 # XLA:CPU aborts the process when a thread comes late to a collective, as on a loaded machine.
@@ -29,21 +30,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 import jax
 import pytest
-from jax._src import compilation_cache as private
 from jax.experimental.compilation_cache import compilation_cache
 
-# Files that take longest, in the order of what they cost on two cores.
-LONG = """
-    test_one_device test_partition_rules test_two_processes test_restarted_run test_checkpoint_processes
-    test_derivatives test_own_rules test_vmap test_held_promises test_other_dtypes test_gradients_of_every_placement
-    test_border test_same_state_on_processes test_stalls test_launch test_restarts test_roll_call
-    test_linen_composition test_linen_model_file test_train_run test_partition_opaque test_tensor_parallel
-    test_transforms_inside test_partition_loops test_linen_uneven test_annotation test_parity
-    test_errors_golden test_optimizers test_uneven
-    test_first_loss test_kernels test_kernel_launch test_linen test_llama test_loops test_linen_frozen
-    test_costs_beyond test_init test_resnet test_vdit test_linen_offload test_equations test_composition test_search
-    test_linen_lifted test_bad_input test_t5 test_gpt test_dhen test_docs_commands test_docs
-""".split()
+from jshard import _compat
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Strict dtype promotion is not possible: Flax norms mix bfloat16 with float32 on purpose.
@@ -67,9 +56,8 @@ class Programs:
 
 
 def _keep_programs() -> None:
-    private.get_file_cache = lambda path: (Programs(pathlib.Path(path)), path)
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", os.environ[_PROGRAMS])
+    folder = os.environ[_PROGRAMS]
+    _compat.set_program_cache(Programs(pathlib.Path(folder)), folder)
 
 
 # Most of what tests cost is compiling, and much of that is done again, by another test or another worker of xdist, as
@@ -89,10 +77,21 @@ _keep_programs()
 gc.set_threshold(200_000, 20, 50)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --record-durations: see tests/durations.py."""
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.txt from this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Records durations in the process that sees all reports: not in a worker of xdist."""
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Recorder())
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first, so that no worker of xdist is left alone with one at the end: see `make test`."""
-    place = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+    """Orders the files, and marks what `make test` leaves out."""
+    durations.order_and_mark(items)
 
 
 def pytest_collection_finish() -> None:

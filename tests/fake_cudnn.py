@@ -14,7 +14,7 @@ import pytest
 from jax.interpreters import mlir
 
 from jshard import _compat
-from jshard.kernels.backend import TracedDevice
+from jshard.kernels.device import TracedDevice
 
 H100 = TracedDevice("gpu", "NVIDIA H100 80GB HBM3", capability=9)
 
@@ -63,7 +63,7 @@ def _backward(q, k, v, bias, q_lengths, kv_lengths, *rest, **how):
 
 def trace_for(monkeypatch: pytest.MonkeyPatch, device: TracedDevice) -> None:
     """From here on attention is traced for a device."""
-    monkeypatch.setattr(importlib.import_module("jshard.kernels.attention"), "place", lambda: device)
+    monkeypatch.setattr(importlib.import_module("jshard.kernels.attention"), "device_in_use", lambda: device)
 
 
 @contextlib.contextmanager

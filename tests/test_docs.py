@@ -90,6 +90,7 @@ def printed(page):
     return re.findall(r"^losses: .*?(?=^```)", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.wide
 def test_the_readmes_losses_are_those_of_the_plain_model():
     snippet, *_ = blocks(ROOT / "README.md")
     snippet = snippet.replace('jax.config.update("jax_num_cpu_devices", 8)', "")  # the tests have them

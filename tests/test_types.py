@@ -84,6 +84,7 @@ js.checkpoint.save("run/1", model, format="zip")
 """
 
 
+@pytest.mark.wide
 def test_a_choice_that_does_not_exist_is_seen_before_the_run(tmp_path):
     wrong = [n for n, line in enumerate(WRONG_CHOICES.splitlines()) if line.startswith("js.")]
     found = [d for d in diagnostics(WRONG_CHOICES, tmp_path) if d["severity"] == "error"]

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.kernels.launches import Launch, launches
 from jshard import _compat, kernels
-from jshard.cluster.compile import CompileError, answer, child_environment, run_child
+from jshard.cluster.child_process import CompileError, answer, child_environment, run_child
 from jshard.cluster.topology import parse_topology, require_compiler, topology_devices
 from jshard.kernels.backend import Occupancy
 

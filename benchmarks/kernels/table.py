@@ -1,6 +1,6 @@
 """The table of the kernels' registers and shared memory, made anew: `python -m benchmarks.kernels.table`.
 
-Its lines go into `jshard/occupancy/footprints.py`. It needs the extra `plan-gpu`, and no GPU.
+Its lines go into `jshard/occupancy/shipped_kernels.py`. It needs the extra `plan-gpu`, and no GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from benchmarks.kernels.compiled import CompiledKernel, KernelCall, assembler, c
 from jshard import _compat
 from jshard._text import PREFIX
 from jshard.kernels.backend import Occupancy, with_half_the_rows
-from jshard.occupancy.footprints import ShippedKernel
+from jshard.occupancy.shipped_kernels import ShippedKernel
 
 _SIZE = 4096  # of each dim of the products; what a block takes does not depend on it
 _WIDTHS = (1024, 4096)  # of the norms' rows, on which it does

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.overlap.grid import DOT
 from benchmarks.overlap.records import KernelTime, Placement, Record, Row
 from jshard.occupancy import Block, GpuFacts, room_beside
-from jshard.occupancy.measured import MOST_SLOWER
+from jshard.occupancy.timings import MOST_SLOWER
 
 HIDES, STARVES = 0.78, 0.9
 """Ratios: at most this a load of half the product's time is hidden, and from that on it has waited for it."""

@@ -199,7 +199,7 @@ class ProgramBench:
     def _new_buffer(self, load: Load) -> jax.Array:
         sharding = self._sharding(jax.P(programs.AXIS))
         if self._comm is not None:
-            from jshard.occupancy.tune import load_shape
+            from jshard.occupancy.gpu_bench import load_shape
 
             return jnp.zeros(load_shape(self._comm, load.num_bytes), jnp.float32, device=sharding)
         each = load.num_bytes // 2 // (self._count if load.kind == "all-gather" else 1)

@@ -57,7 +57,7 @@ def collective(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 def copies(comm: CommFootprint) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A kernel with a collective's blocks, on another stream of the same priority."""
-    from jshard.occupancy.tune import load  # imports Pallas, which only few runs need
+    from jshard.occupancy.gpu_bench import load  # imports Pallas, which only few runs need
 
     beside = _compat.on_stream(functools.partial(load, comm=comm), 1)
     return lambda buffer, first: beside(buffer, first[:1])

@@ -1,5 +1,6 @@
 """Primitives whose equations hold a program: how they are staged and lowered; and the linear map of a derivative."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,11 +9,13 @@ from jax import core
 from jax.extend import core as jex
 from jax.interpreters import mlir, partial_eval
 
+from jshard._compat import private_names
+
 Params = dict[str, Any]
 
 
-def is_literal(atom: Any) -> bool:
-    """Whether an atom of a jaxpr is a literal."""
+def is_literal(atom: object) -> bool:
+    """Returns whether an atom of a jaxpr is a literal."""
     return isinstance(atom, jex.Literal)
 
 
@@ -26,9 +29,8 @@ def stage_with_params(primitive: jex.Primitive, params_of: Callable[..., Params]
         primitive: the primitive.
         params_of: returns the parameters, from the types of the operands and the parameters before.
     """
-    try:
-        from jax._src.interpreters.partial_eval import custom_staging_rules as rules
-    except ImportError:
+    rules = private_names.STAGING_RULES.find()
+    if rules is None:
         return
 
     def stage(trace: Any, source_info: Any, *tracers: Any, **params: Any) -> Any:
@@ -57,11 +59,9 @@ def hold_weakly(kind: type) -> type:
 
     If the private name is gone, JAX keeps the latest thousands of such objects, with their programs.
     """
-    try:
-        from jax._src.util import weakref_cache_key_types
-    except ImportError:
-        return kind
-    weakref_cache_key_types.add(kind)
+    kinds = private_names.WEAK_CACHE_KEYS.find()
+    if kinds is not None:
+        kinds.add(kind)
     return kind
 
 
@@ -72,28 +72,26 @@ def check_inside(primitive: jex.Primitive, program_of: Callable[..., jex.ClosedJ
         primitive: the primitive.
         program_of: returns the program, from the types of the operands and the parameters.
     """
-    try:
-        from jax._src.checkify import Error, checkify_jaxpr, error_checks
-    except ImportError:
+    error_class = private_names.CHECKIFY_ERROR.find()
+    checkify_jaxpr = private_names.CHECKIFY_JAXPR.find()
+    rules = private_names.CHECKIFY_RULES.find()
+    if error_class is None or checkify_jaxpr is None or rules is None:
         return
 
     def check(*args: Any, **params: Any) -> Any:
-        context = () if isinstance(args[0], Error) else args[:1]  # since jax 0.12
+        context = () if isinstance(args[0], error_class) else args[:1]  # since jax 0.12
         error, enabled_errors, *values = args[len(context) :]
         program = program_of([jax.typeof(x) for x in values], **params)
         return checkify_jaxpr(*context, program, enabled_errors, error, *values)
 
-    error_checks[primitive] = check
+    rules[primitive] = check
 
 
 def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> Any:
     """Lowers a program in place of an equation, without tracing it again as `mlir.lower_fun` would."""
     if _has(closed.jaxpr, ("call_hi_primitive",)):  # since jax 0.12: only a trace for lowering turns it into others
         return mlir.lower_fun(jex.jaxpr_as_fun(closed), multiple_results=True)(ctx, *operands)
-    constants = []
-    for const in closed.consts:
-        values = mlir.ir_constants(const)
-        constants.append(values[0] if len(values) == 1 else values)
+    constants = [_lowered_constant(const) for const in closed.consts]
     module_context = ctx.module_context
     if ctx.platforms is not None:
         module_context = module_context.replace(platforms=ctx.platforms)
@@ -112,14 +110,50 @@ def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> A
     return results
 
 
-def _has(jaxpr: Any, names: tuple[str, ...]) -> bool:
-    """Whether a program has equations of some primitives."""
+def _lowered_constant(const: Any) -> Any:
+    """Returns the values of a constant: more than one if its type is made of several, as of a key."""
+    values = mlir.ir_constants(const)
+    return values[0] if len(values) == 1 else values
+
+
+def _has(jaxpr: jex.Jaxpr, names: tuple[str, ...]) -> bool:
+    """Returns whether a program has equations of certain primitives, also inside of others."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in names:
             return True
         if any(_has(inner, names) for inner in jex.jaxprs_in_params(eqn.params)):
             return True
     return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _LinearFunction:
+    """The linear function that `jax.vjp` transposes, as a program."""
+
+    program: jex.Jaxpr  # of the residuals, the tangents that are not zero, and the structured residuals
+    residuals: list[Any]
+    structured_residuals: list[Any]
+    is_zero: list[bool]  # of each result: whether its tangent is zero for all arguments
+
+    @classmethod
+    def of(cls, vjp: Any) -> "_LinearFunction | None":
+        """Returns the function of a result of `jax.vjp`; None if it is not where it was, or cannot be run."""
+        try:
+            sources, is_zero, program = vjp.fun.args[:3]
+            arguments = jax.tree.leaves(vjp.args_res, is_leaf=lambda x: type(x).__name__ == "NotNeeded")
+            residuals = []
+            for source in sources:
+                values = arguments if source.primal else vjp.opaque_residuals
+                residuals.append(values[source.idx])
+            structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
+            can_run = not _has(program, ("call_hi_primitive_linearized",))
+        except (AttributeError, IndexError, TypeError, ValueError):
+            return None
+        if not can_run:
+            return None
+        if _has_transposed_only(program):
+            program = _of_plain_primitives(program)
+        return cls(program, residuals, structured, is_zero)
 
 
 def tangents_of(vjp: Any, tangents: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
@@ -133,40 +167,35 @@ def tangents_of(vjp: Any, tangents: Sequence[Any], results: Sequence[jax.ShapeDt
         tangents: of the arrays in the list.
         results: the types of the results.
     """
-    try:
-        sources, without_tangent, linear = vjp.fun.args[:3]
-        arguments = jax.tree.leaves(vjp.args_res, is_leaf=lambda x: type(x).__name__ == "NotNeeded")
-        residuals = [arguments[one.idx] if one.primal else vjp.opaque_residuals[one.idx] for one in sources]
-        structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
-        can_run = not _has(linear, ("call_hi_primitive_linearized",))
-    except (AttributeError, IndexError, TypeError, ValueError):
-        can_run = False
-    if not can_run:
+    linear = _LinearFunction.of(vjp)
+    if linear is None:
         transposed_again = jax.linear_transpose(lambda cotangents: vjp(cotangents)[0], list(results))
         return transposed_again(list(tangents))[0]
-    linear = _of_plain_primitives(linear) if _has_transposed_only(linear) else linear
-    tangents_out = iter(core.eval_jaxpr(linear, residuals, *tangents, *structured))
-    filled = []
-    for aval, is_zero in zip(results, without_tangent, strict=True):
-        filled.append(jax.numpy.zeros(aval.shape, aval.dtype) if is_zero else next(tangents_out))
-    return filled
+    computed = iter(core.eval_jaxpr(linear.program, linear.residuals, *tangents, *linear.structured_residuals))
+    tangents_out = []
+    for aval, is_zero in zip(results, linear.is_zero, strict=True):
+        tangents_out.append(jax.numpy.zeros(aval.shape, aval.dtype) if is_zero else next(computed))
+    return tangents_out
 
 
-def _of_plain_primitives(jaxpr: Any) -> Any:
+def _of_plain_primitives(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """Returns a linear jaxpr that can be run: since jax 0.12 some of its equations can only be transposed."""
     equations = []
     for eqn in jaxpr.eqns:
-        plain = getattr(eqn.primitive, "prim", eqn.primitive) if _is_transposed_only(eqn) else eqn.primitive
+        primitive = eqn.primitive
+        if _is_transposed_only(eqn):
+            primitive = getattr(primitive, "prim", primitive)
         params = {name: _with_plain_primitives(value) for name, value in eqn.params.items()}
-        equations.append(eqn.replace(primitive=plain, params=params))
+        equations.append(eqn.replace(primitive=primitive, params=params))
     return jaxpr.replace(eqns=equations)
 
 
-def _is_transposed_only(eqn: Any) -> bool:
+def _is_transposed_only(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name.startswith("vjp_node[")
 
 
 def _with_plain_primitives(value: Any) -> Any:
+    """Returns a parameter of an equation; a program in it, or a tuple of programs, with plain primitives."""
     if isinstance(value, tuple) and value and all(isinstance(x, (jex.Jaxpr, jex.ClosedJaxpr)) for x in value):
         return tuple(map(_with_plain_primitives, value))
     if not isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)) or not _has_transposed_only(value):
@@ -177,6 +206,7 @@ def _with_plain_primitives(value: Any) -> Any:
 
 
 def _has_transposed_only(jaxpr: Any) -> bool:
+    """Returns whether a program has an equation that can only be transposed, also inside of others."""
     for eqn in jaxpr.eqns:
         if _is_transposed_only(eqn) or any(map(_has_transposed_only, jex.jaxprs_in_params(eqn.params))):
             return True

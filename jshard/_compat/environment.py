@@ -16,6 +16,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from jshard._compat import private_names
+
 CUDA_VERSIONS = ("cuda12", "cuda13")  # with a plugin of JAX
 
 # The device files that JAX looks for, in any number; that of a Jetson; and that of WSL.
@@ -39,20 +41,24 @@ def hide_useless_cuda() -> None:
 
 
 def is_cuda_useless(environ: Mapping[str, str], *, devices: str = "/dev") -> bool:
-    """Whether no NVIDIA GPU is visible, and the user has not asked for one by name."""
-    asked = {name.strip() for name in environ.get("JAX_PLATFORMS", "").split(",")}
-    return not asked & {"cuda", "gpu"} and not any(glob.glob(f"{devices}/{name}") for name in _NVIDIA)
+    """Returns whether no NVIDIA GPU is visible, and the user has not asked for one by name."""
+    platforms = {name.strip() for name in environ.get("JAX_PLATFORMS", "").split(",")}
+    if platforms & {"cuda", "gpu"}:
+        return False
+    return not any(glob.glob(f"{devices}/{name}") for name in _NVIDIA)
 
 
 def plugin_versions(cuda: str) -> tuple[str, str] | None:
-    """The versions of jaxlib and of its plugin for a CUDA version, which must be equal; None without the plugin."""
-    found = versions(("jaxlib", f"jax-{cuda}-plugin"))
-    jaxlib, plugin = found.values()
-    return None if jaxlib is None or plugin is None else (jaxlib, plugin)
+    """Returns the versions of jaxlib and of its plugin for a CUDA version, which must be equal; None without both."""
+    jaxlib = _version("jaxlib")
+    plugin = _version(f"jax-{cuda}-plugin")
+    if jaxlib is None or plugin is None:
+        return None
+    return jaxlib, plugin
 
 
 def versions(packages: Iterable[str]) -> dict[str, Any]:
-    """The versions of some packages, for records; None for one that is not installed."""
+    """Returns the versions of packages, for records; None for one that is not installed."""
     return {package: _version(package) for package in packages}
 
 
@@ -64,29 +70,32 @@ def _version(package: str) -> str | None:
 
 
 def jax_version() -> str:
-    """The version of jax, for measurements made with it."""
+    """Returns the version of jax, for measurements made with it."""
     return importlib.metadata.version("jax")
 
 
 def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | None:
-    """The result of JAX's own detection of cluster launchers: name, coordinator, number of processes, id of this one.
+    """Returns what JAX itself detects of a cluster's launcher: name, coordinator, number of processes, id of this one.
 
-    None without a launcher, with only one process, or if the private module has changed.
+    None without a launcher, with only one process, or if the private name is gone.
     """
-    try:
-        from jax._src.clusters import ClusterEnv
-
-        kinds = ClusterEnv._cluster_types
-    except (ImportError, AttributeError):
+    cluster_types = private_names.CLUSTER_TYPES.find()
+    if cluster_types is None:
         return None
     with _environment(environ):
-        kind = next((kind for kind in kinds if not kind.opt_in_only_method and kind.is_env_present()), None)
-        if kind is None or kind.get_process_count() < 2:
-            return None
-        port = environ.get("JAX_COORDINATOR_PORT")
-        coordinator = kind.get_coordinator_address(timeout_secs=60, override_coordinator_port=port)
-        name = kind.name or kind.__name__.removesuffix("Cluster").lower()  # Kubernetes has no name
-        return name, coordinator, kind.get_process_count(), kind.get_process_id()
+        for cluster in cluster_types:
+            if not cluster.opt_in_only_method and cluster.is_env_present():
+                return _described_cluster(cluster, environ.get("JAX_COORDINATOR_PORT"))
+    return None
+
+
+def _described_cluster(cluster: Any, port: str | None) -> tuple[str, str, int, int] | None:
+    num_processes = cluster.get_process_count()
+    if num_processes < 2:
+        return None
+    address = cluster.get_coordinator_address(timeout_secs=60, override_coordinator_port=port)
+    name = cluster.name or cluster.__name__.removesuffix("Cluster").lower()  # Kubernetes has no name
+    return name, address, num_processes, cluster.get_process_id()
 
 
 @contextlib.contextmanager
@@ -103,39 +112,35 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def coordinator() -> Any:
-    """The client of the service shared by the processes of a run; None in a single one. It has no public name."""
-    try:
-        from jax._src.distributed import global_state
+    """Returns the client of the service that the processes of a run share; None if it was not started.
 
-        return global_state.client
-    except (ImportError, AttributeError):
-        return None
+    Raises:
+        UnsupportedVersionError: it is not where it was. Processes that cannot meet would wait, or differ, unnoticed.
+    """
+    return private_names.DISTRIBUTED_CLIENT.get()
 
 
 def set_orbax_deadline(timeout_s: float) -> None:
     """Sets how long processes wait at Orbax's barriers: 300 s for most by default, without an option for it."""
-    with contextlib.suppress(ImportError):
-        from orbax.checkpoint.experimental.v1._src.synchronization import multihost
-
-        multihost._DEFAULT_BARRIER_TIMEOUT = max(1, int(timeout_s))
+    private_names.ORBAX_DEADLINE.replace(max(1, int(timeout_s)))
 
 
 def orbax_operations(least: int = 0) -> int:
-    """The number of operations that Orbax has counted in this process, raised to a minimum.
+    """Returns the number of operations that Orbax has counted in this process, raised to a minimum.
 
     Its barriers are named by that number, which every process counts itself: after a failure in only some of the
-    processes, they would never meet again. If the private name is gone, this does nothing.
+    processes, they would never meet again. If the private names are gone, it is 0, and nothing is raised.
     """
-    try:
-        from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator as generator
-
-        while generator._operation_id < least:
-            generator.next_operation_id()
-        return int(generator._operation_id)
-    except (ImportError, AttributeError):
+    counter = private_names.ORBAX_COUNTER
+    count = private_names.ORBAX_COUNT.find()
+    if count is None or not counter.exists():
         return 0
+    while counter.find() < least:
+        count()
+    return int(counter.find())
 
 
 def before_threads_end(work: Callable[[], object]) -> None:
     """Calls a function when the program ends, while thread pools still accept work: `atexit` runs after they close."""
-    getattr(threading, "_register_atexit", atexit.register)(work)
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(work)

@@ -5,49 +5,71 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from flax import nnx
-from flax.nnx import tracers
+
+from jshard._compat import private_names
+
+_plain_set_raw_value = nnx.Variable.set_raw_value  # before it goes through homes, at the end of this file
 
 
 class VariableHome(Protocol):
     """Where the values of a variable belong."""
 
     def arriving(self, value: Any) -> Any:
-        """A value, or a part of one, in a form that can be written into the variable's value."""
+        """Returns a value, or a part of one, in a form that can be written into the variable's value."""
 
     def settled(self, value: Any) -> Any:
-        """The value that the variable holds after it was written; the same one if nothing has to change."""
+        """Returns the value that the variable holds after it was written; the same one if nothing has to change."""
 
 
-class _Remembering(tracers.TraceState):
-    """The trace of a variable, with a home for its values.
+@functools.cache
+def _remembering_class() -> type:
+    """Returns the class of a variable's trace that has a home for its values, too.
 
     Of what a variable has, only its trace is in no tree: a class or metadata of its own would make the tree of a
     placed model differ from that of a plain one, and `jax.tree.map` over both would fail.
     """
+    trace_state = private_names.TRACE_STATE.get()
+    trace_of_state = private_names.TRACE_OF_STATE
 
-    __slots__ = ("home",)
+    class Remembering(trace_state):
+        __slots__ = ("home",)
 
-    def __init__(self, trace: tracers.TraceState, home: VariableHome) -> None:
-        self._jax_trace = trace.jax_trace
-        self.home = home
+        def __init__(self, trace: Any, home: VariableHome) -> None:
+            setattr(self, trace_of_state.attribute, trace_of_state.get_in(trace))
+            self.home = home
 
-    def __reduce__(self) -> tuple:
-        return tracers.TraceState, ()  # devices are not pickled: the next call gives a new home
+        def __reduce__(self) -> tuple:
+            return trace_state, ()  # devices are not pickled: the next call gives a new home
+
+    return Remembering
 
 
 def home_of(variable: nnx.Variable) -> Any:
-    """The home that `give_home` has set; None if the variable has none."""
-    return getattr(variable._trace_state, "home", None)
+    """Returns the home that `give_home` has set; None if the variable has none."""
+    return getattr(private_names.VARIABLE_TRACE.find_in(variable), "home", None)
 
 
 def give_home(variable: nnx.Variable, home: VariableHome) -> None:
     """Sets the home of a variable: it stays through writes and copies."""
-    object.__setattr__(variable, "_trace_state", _Remembering(variable._trace_state, home))
+    trace = private_names.VARIABLE_TRACE
+    object.__setattr__(variable, trace.attribute, _remembering_class()(trace.get_in(variable), home))
 
 
 def write_past_home(variable: nnx.Variable, value: Any) -> None:
-    """Sets the value of a variable as it is, for a value that stays for a moment."""
-    object.__setattr__(variable, "_raw_value", value)
+    """Sets the value of a variable as it is, for a value that stays for a moment.
+
+    Flax refuses to write a variable of an outer trace, which this may be: then the caller restores its value.
+    """
+    if private_names.VARIABLE_VALUE.exists():
+        object.__setattr__(variable, private_names.VARIABLE_VALUE.attribute, value)
+    else:
+        _plain_set_raw_value(variable, value)
+
+
+def write_unchecked(variable: nnx.Variable, value: Any) -> None:
+    """Sets the value of a variable that Flax has just written, and so has checked; it is placed as planned."""
+    write_past_home(variable, value)
+    settle(variable)
 
 
 def settle(variable: nnx.Variable) -> None:
@@ -61,34 +83,44 @@ def settle(variable: nnx.Variable) -> None:
         write_past_home(variable, settled)
 
 
+def has_metadata(variable: nnx.Variable, name: str) -> bool:
+    """Returns whether a variable has metadata of a name, without a look at its value."""
+    if private_names.VARIABLE_METADATA.exists():
+        # Past `__getattr__`, from which this is called: while a variable is unpickled, it has no metadata yet.
+        return name in object.__getattribute__(variable, private_names.VARIABLE_METADATA.attribute)
+    return name in variable.get_metadata()
+
+
 def _settling(write: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(write)
-    def written(self: nnx.Variable, *args: Any, **kwargs: Any) -> None:
+    def settling(self: nnx.Variable, *args: Any, **kwargs: Any) -> None:
         write(self, *args, **kwargs)
         settle(self)
 
-    return written
+    return settling
 
 
 def _arriving(write: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(write)
-    def written(self: nnx.Variable, value: Any, **kwargs: Any) -> None:
+    def arriving(self: nnx.Variable, value: Any, **kwargs: Any) -> None:
         home = home_of(self)
-        write(self, value if home is None else home.arriving(value), **kwargs)
+        if home is not None:
+            value = home.arriving(value)
+        write(self, value, **kwargs)
 
-    return written
+    return arriving
 
 
 def _with_home(copy: Callable[..., nnx.Variable]) -> Callable[..., nnx.Variable]:
     @functools.wraps(copy)
-    def copied(self: nnx.Variable, *args: Any, **kwargs: Any) -> nnx.Variable:
-        made = copy(self, *args, **kwargs)
+    def with_home(self: nnx.Variable, *args: Any, **kwargs: Any) -> nnx.Variable:
+        copied = copy(self, *args, **kwargs)
         home = home_of(self)
-        if home is not None and type(made) is type(self):
-            give_home(made, home)
-        return made
+        if home is not None and type(copied) is type(self):
+            give_home(copied, home)
+        return copied
 
-    return copied
+    return with_home
 
 
 def _go_through_homes(cls: Any) -> None:

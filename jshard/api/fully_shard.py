@@ -12,7 +12,7 @@ from flax import nnx
 from jshard import _compat
 from jshard.engine.region import route
 from jshard.errors import AnnotationError
-from jshard.linen.annotation import annotated
+from jshard.linen.annotated_class import annotated
 from jshard.plans import checks
 from jshard.plans.buffers import apart, as_array, placed_apart
 from jshard.plans.homes import settle_in

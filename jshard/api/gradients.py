@@ -16,8 +16,8 @@ from jshard.engine.context import parameters_fixed
 from jshard.engine.weighted import mean_of
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
-from jshard.linen.layout import Trained, joined
 from jshard.linen.train_state import linen_loss
+from jshard.linen.trained import Trained, joined
 from jshard.plans.call_checks import check_has_arrays
 from jshard.plans.padding import Padding, is_as_placed, padding_of
 from jshard.plans.placement import Placement

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jshard.engine.context import during
 from jshard.errors import AnnotationError
-from jshard.linen.train_state import linen_optimizer
+from jshard.linen.optimizer import linen_optimizer
 from jshard.plans.array_paths import key_texts, paths_of
 from jshard.plans.call_checks import check_stored
 from jshard.plans.homes import Home, settle_in

@@ -8,13 +8,14 @@ Example:
     checkpoints.save(100, {"model": model, "optimizer": optimizer, "step": 100})
 """
 
-from jshard.checkpoint.comparing import verify as verify
 from jshard.checkpoint.errors import CheckpointError as CheckpointError
 from jshard.checkpoint.errors import CheckpointWarning as CheckpointWarning
+from jshard.checkpoint.formats import register_format as register_format
+from jshard.checkpoint.pending import Pending as Pending
 from jshard.checkpoint.restoring import forecast as forecast
 from jshard.checkpoint.restoring import restore as restore
-from jshard.checkpoint.saving import Pending as Pending
 from jshard.checkpoint.saving import save as save
 from jshard.checkpoint.saving import save_async as save_async
 from jshard.checkpoint.series import Checkpointer as Checkpointer
 from jshard.checkpoint.series import Keep as Keep
+from jshard.checkpoint.verifying import verify as verify

@@ -32,14 +32,16 @@ from jshard.errors import MissingExtraError, RunError
 PART_BYTES = 8 << 20  # of an upload; S3 accepts at most 10,000
 RETRIES = 10  # by the driver, of one request
 _RETRIED_S = 180.0  # after this time the driver starts no further retry
+_MOST_DELETED = 1000  # objects in one request
 _ATTEMPTS = 4  # of requests that the driver does not retry itself
 _REQUEST_S = 120.0
 _IN_FLIGHT = 8
 _ADDRESS = re.compile(r"(gs|s3):/+([^/]+)/*(.*?)/*", re.DOTALL)  # as text, or as a `Path` writes it
 _ENDPOINTS = "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL"
-_WHY = re.compile(r"status code: ([^:]*)|(HTTP error: .*)")
+_CAUSE = re.compile(r"status code: ([^:]*)|(HTTP error: .*)")
+_REFUSED = re.compile("status code: 4(?!08|09|29)")  # not those of a time limit, a conflict, or too many requests
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 Tag = dict[str, str]
 """The version of an object, as `replace` needs it."""
 
@@ -49,14 +51,13 @@ class BucketError(RunError, OSError):
 
 
 def bucket_error(path: BucketPath, why: str) -> BucketError:
-    """The error for a failed request for an object."""
+    """Returns the error for a failed request for an object."""
+    list_command = "gcloud storage ls gs://" if path.scheme == "gs" else "aws s3 ls s3://"
     return BucketError(
         "The request to the bucket failed.",
         where=str(path),
         why=why,
-        do="check the network, your credentials and the name of the bucket: "
-        + ("gcloud storage ls gs://" if path.scheme == "gs" else "aws s3 ls s3://")
-        + path.bucket,
+        do=f"check the network, your credentials and the name of the bucket: {list_command}{path.bucket}",
     )
 
 
@@ -71,8 +72,11 @@ class BucketPath:
     @classmethod
     def parse(cls, path: str | os.PathLike[str]) -> BucketPath | None:
         """Parses a bucket address; None if the path is not one."""
-        found = _ADDRESS.fullmatch(os.fspath(path))
-        return None if found is None else cls(found[1], found[2], re.sub("/+", "/", found[3]))
+        match = _ADDRESS.fullmatch(os.fspath(path))
+        if match is None:
+            return None
+        scheme, bucket, key = match.groups()
+        return cls(scheme, bucket, re.sub("/+", "/", key))
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
@@ -96,133 +100,168 @@ class BucketPath:
     @property
     def parents(self) -> tuple[BucketPath, ...]:
         """All parents, the nearest first."""
-        return (self.parent, *self.parent.parents) if self.key else ()
+        if not self.key:
+            return ()
+        return (self.parent, *self.parent.parents)
 
     def with_name(self, name: str) -> BucketPath:
-        """A sibling with another name."""
+        """Returns a sibling with another name."""
         return self.parent / name
 
     def is_file(self) -> bool:
-        """Whether an object of this name exists."""
+        """Returns whether an object of this name exists."""
         try:
             return self.size() >= 0
         except FileNotFoundError:
             return False
 
     def is_dir(self) -> bool:
-        """Whether objects exist below it."""
+        """Returns whether objects exist below it."""
         return bool(self.objects())
 
     def exists(self) -> bool:
-        """Whether an object exists here or below."""
+        """Returns whether an object exists here or below."""
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> list[BucketPath]:
-        """Its children: the distinct first parts of the names below it."""
-        return [self / name for name in dict.fromkeys(name.split("/")[0] for name in self.objects())]
+        """Returns its children: the distinct first parts of the names below it."""
+        names = dict.fromkeys(name.split("/")[0] for name in self.objects())
+        return [self / name for name in names]
 
     def read_bytes(self) -> bytes:
-        """The content of an object."""
+        """Returns the content of an object."""
         return self.read()[0]
 
     def read(self) -> tuple[bytes, Tag]:
-        """The content and version of an object; raises `FileNotFoundError` if it does not exist."""
+        """Returns the content and version of an object; raises `FileNotFoundError` if it does not exist."""
 
-        def work() -> tuple[bytes, Tag]:
-            found = _driver().get(self._store, self.key)
-            return bytes(found.bytes()), _tag(found.meta)
+        def request() -> tuple[bytes, Tag]:
+            answer = _driver().get(self._store, self.key)
+            return bytes(answer.bytes()), _tag(answer.meta)
 
-        return self._tried(work)
+        return self._with_retries(request)
 
     def size(self) -> int:
-        """Size of an object in bytes; raises `FileNotFoundError` if it does not exist."""
-        return self._tried(lambda: _driver().head(self._store, self.key)["size"])
+        """Returns the size of an object in bytes; raises `FileNotFoundError` if it does not exist."""
+        return self._with_retries(lambda: _driver().head(self._store, self.key)["size"])
 
     def read_range(self, start: int, num_bytes: int) -> memoryview:
-        """A range of an object's bytes; shorter if the object ends there."""
-        return self._tried(
-            lambda: memoryview(_driver().get_range(self._store, self.key, start=start, length=num_bytes))
-        )
+        """Returns a range of an object's bytes; shorter if the object ends there."""
+
+        def request() -> memoryview:
+            return memoryview(_driver().get_range(self._store, self.key, start=start, length=num_bytes))
+
+        return self._with_retries(request)
 
     def write(self, data: bytes) -> None:
         """Writes an object, replacing any existing one."""
-        self._tried(lambda: _driver().put(self._store, self.key, data))
+        self._with_retries(lambda: _driver().put(self._store, self.key, data))
 
     def create(self, data: bytes) -> bool:
         """Writes an object if the name is unused; returns whether the object now holds this data."""
 
-        def work() -> bool:
+        def request() -> bool:
             try:
                 _driver().put(self._store, self.key, data, mode="create")
             except (_errors().AlreadyExistsError, _errors().PreconditionError):
                 return self.read()[0] == data  # this process may have written it and lost the answer
             return True
 
-        return self._tried(work)
+        return self._with_retries(request)
 
     def replace(self, data: bytes, tag: Tag) -> Tag | None:
         """Writes an object if it still has the given version; returns the new version, or None if it had changed."""
 
-        def work() -> Tag | None:
+        def request() -> Tag | None:
             try:
                 return _tag(_driver().put(self._store, self.key, data, mode=tag))
             except (_errors().PreconditionError, _errors().AlreadyExistsError, FileNotFoundError):
-                try:
-                    found, now = self.read()
-                except FileNotFoundError:
-                    return None
-                return now if found == data else None
+                return self._version_with(data)
 
-        return self._tried(work)
+        return self._with_retries(request)
+
+    def _version_with(self, data: bytes) -> Tag | None:
+        """Returns the version of the object if it has this data: this process may have lost the answer to a write."""
+        try:
+            content, tag = self.read()
+        except FileNotFoundError:
+            return None
+        return tag if content == data else None
 
     def objects(self) -> dict[str, int]:
-        """All objects below it: names relative to it, and sizes in bytes."""
-        begin = f"{self.key}/" if self.key else ""
+        """Returns all objects below it: names relative to it, and sizes in bytes."""
+        prefix = f"{self.key}/" if self.key else ""
 
-        def work() -> dict[str, int]:
+        def request() -> dict[str, int]:
             pages = _driver().list(self._store, self.key or None)
-            return {meta["path"].removeprefix(begin): meta["size"] for page in pages for meta in page}
+            return {meta["path"].removeprefix(prefix): meta["size"] for page in pages for meta in page}
 
-        return self._tried(work)
+        return self._with_retries(request)
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects below it, in any order; missing ones are ignored."""
         keys = [(self / name).key for name in names]
-        for start in range(0, len(keys), 1000):
-            self._tried(lambda start=start: self._delete(keys[start : start + 1000]))
+        for start in range(0, len(keys), _MOST_DELETED):
+            request = functools.partial(self._delete, keys[start : start + _MOST_DELETED])
+            self._with_retries(request)
 
     def _delete(self, keys: Sequence[str]) -> None:
         try:
             _driver().delete(self._store, list(keys))
         except FileNotFoundError:  # S3 does not report missing objects; GCS does, and may stop there
-            for key in keys if len(keys) > 1 else ():
-                self._delete([key])
+            if len(keys) > 1:
+                for key in keys:
+                    self._delete([key])
 
     @property
     def _store(self) -> Any:
         return _store(self.scheme, self.bucket)
 
-    def _tried(self, work: Callable[[], _Found]) -> _Found:
-        """Runs `work`, with retries where needed; raises `BucketError` if it fails."""
-        began_s, repeated = time.monotonic(), 0
+    def _with_retries(self, request: Callable[[], _Result]) -> _Result:
+        """Runs a request, with retries where needed; raises `BucketError` if it fails."""
+        start_s = time.monotonic()
+        num_driver_retries = 0
         for number in itertools.count(1):
             try:
-                return work()
+                return request()
             except BucketError:
                 raise
             except (OSError, ValueError, _errors().BaseError) as error:  # the driver's files raise `OSError`
-                text = str(error)
-                is_bucket = "NoSuchBucket" in text
-                if isinstance(error, FileNotFoundError) and not is_bucket:
+                failure = _RequestFailure.of(error)
+                if failure.is_missing_object:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from None
-                by_driver = int(found[1]) if (found := re.search(r"after (\d+) retries", text)) else 0
-                repeated += by_driver
-                is_final = by_driver >= RETRIES or is_bucket or re.search("status code: 4(?!08|09|29)", text)
-                if is_final or number == _ATTEMPTS or isinstance(error, ValueError):
-                    tried = f"{number + repeated} attempts in {time.monotonic() - began_s:.0f} s"
-                    raise bucket_error(self, f"{_cause(text)} ({tried}).") from None
+                num_driver_retries += failure.num_driver_retries
+                if failure.is_final or number == _ATTEMPTS:
+                    duration_s = time.monotonic() - start_s
+                    why = f"{failure.cause} ({number + num_driver_retries} attempts in {duration_s:.0f} s)."
+                    raise bucket_error(self, why) from None
             time.sleep(0.1 * 4**number)
         raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True)
+class _RequestFailure:
+    """What the driver says of a failed request."""
+
+    cause: str  # without the steps that led to it
+    num_driver_retries: int
+    is_missing_object: bool
+    is_final: bool  # whether another attempt cannot succeed
+
+    @classmethod
+    def of(cls, error: Exception) -> _RequestFailure:
+        """Reads it from the text of the driver's error, which has no fields."""
+        text = str(error)
+        is_missing_bucket = "NoSuchBucket" in text
+        retries = re.search(r"after (\d+) retries", text)
+        num_retries = int(retries[1]) if retries is not None else 0
+        is_refused = _REFUSED.search(text) is not None
+        return cls(
+            cause=_cause(text),
+            num_driver_retries=num_retries,
+            is_missing_object=isinstance(error, FileNotFoundError) and not is_missing_bucket,
+            is_final=num_retries >= RETRIES or is_missing_bucket or is_refused or isinstance(error, ValueError),
+        )
 
 
 Place = Path | BucketPath
@@ -230,14 +269,14 @@ Place = Path | BucketPath
 
 
 def contents(path: Place, most_bytes: int) -> bytes:
-    """The content of a small file or object; raises as `_files.read_bytes`."""
+    """Returns the content of a small file or object; raises as `_files.read_bytes`."""
     if isinstance(path, Path):
         return read_bytes(path, most_bytes)
     return path.read_bytes()
 
 
 class BucketFolder:
-    """The objects below a bucket address as files: a `Sink` and a `Source` of packed files."""
+    """The objects below a bucket address as files: a `Sink` and a `FileSource` of packed files."""
 
     part_bytes = PART_BYTES
     threads = _IN_FLIGHT
@@ -252,14 +291,15 @@ class BucketFolder:
 
         The parts of a failed upload are removed by the bucket's rule for abandoned uploads.
         """
-        path, writer = self.path / name, None  # without `close`, the object never appears
-        for views in (part() for part in parts):
+        path = self.path / name
+        writer: Any = None  # without `close`, the object never appears
+        for part in parts:
+            views = part()
             if writer is None:  # the first part starts the upload and may be retried here; the driver retries others
-                writer = path._tried(lambda views=views: self._begin(path, views))
+                writer = path._with_retries(functools.partial(_begin_upload, path, views))
                 continue
             try:
-                for view in views:
-                    writer.write(view)
+                _upload(writer, views)
             except (OSError, _errors().BaseError) as error:
                 raise bucket_error(path, f"{_cause(str(error))} (a part of an upload, {RETRIES} retries).") from None
         assert writer is not None
@@ -270,26 +310,32 @@ class BucketFolder:
                 why = f"{_cause(str(error))} (the end of an upload of {num_bytes} bytes)."
                 raise bucket_error(path, why) from None
 
-    def _begin(self, path: BucketPath, views: Sequence[memoryview]) -> Any:
-        writer = _driver().open_writer(path._store, path.key, buffer_size=PART_BYTES, max_concurrency=_IN_FLIGHT)
-        for view in views:
-            writer.write(view)
-        return writer
-
     def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
-        """See `Source.read`."""
-        wanted = sum(view.nbytes for view in views)
-        found = (self.path / name).read_range(offset, wanted)
-        if found.nbytes < wanted:
-            raise OSError(errno.EIO, f"the file is {wanted - found.nbytes} bytes too short", str(self.path / name))
-        place = 0
+        """See `FileSource.read`."""
+        num_bytes = sum(view.nbytes for view in views)
+        content = (self.path / name).read_range(offset, num_bytes)
+        if content.nbytes < num_bytes:
+            num_missing = num_bytes - content.nbytes
+            raise OSError(errno.EIO, f"the file is {num_missing} bytes too short", str(self.path / name))
+        start = 0
         for view in views:
-            view[:] = found[place : place + view.nbytes]
-            place += view.nbytes
+            view[:] = content[start : start + view.nbytes]
+            start += view.nbytes
 
     def mapped(self, name: str) -> np.ndarray | None:
-        """See `Source.mapped`."""
+        """See `FileSource.mapped`."""
         return None
+
+
+def _begin_upload(path: BucketPath, views: Sequence[memoryview]) -> Any:
+    writer = _driver().open_writer(path._store, path.key, buffer_size=PART_BYTES, max_concurrency=_IN_FLIGHT)
+    _upload(writer, views)
+    return writer
+
+
+def _upload(writer: Any, views: Sequence[memoryview]) -> None:
+    for view in views:
+        writer.write(view)
 
 
 def _has_size(path: BucketPath, num_bytes: int) -> bool:
@@ -299,14 +345,18 @@ def _has_size(path: BucketPath, num_bytes: int) -> bool:
         return False
 
 
+# ---- the driver
+
+
 @functools.cache
 def _store(scheme: str, bucket: str) -> Any:
-    """The driver's client; it finds credentials and the endpoint as the cloud vendors' tools do."""
+    """Returns the driver's client; it finds credentials and the endpoint as the cloud vendors' tools do."""
     stores = _driver().store
-    in_the_clear = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
-    return (stores.S3Store if scheme == "s3" else stores.GCSStore)(
+    store_class = stores.S3Store if scheme == "s3" else stores.GCSStore
+    allow_http = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    return store_class(
         bucket,
-        client_options={"allow_http": in_the_clear, "timeout": datetime.timedelta(seconds=_REQUEST_S)},
+        client_options={"allow_http": allow_http, "timeout": datetime.timedelta(seconds=_REQUEST_S)},
         retry_config={"max_retries": RETRIES, "retry_timeout": datetime.timedelta(seconds=_RETRIED_S)},
     )
 
@@ -334,8 +384,13 @@ def _tag(meta: Any) -> Tag:
 
 
 def _cause(text: str) -> str:
-    """The driver's reason for a failure, without the steps that led to it."""
-    line = text.splitlines()[0] if text else "no reason given"
-    found = _WHY.search(line)
-    code = re.search("<Code>(.*?)</Code>", text)
-    return (found[1] or found[2] if found else line)[:300] + (f", {code[1]}" if code else "")
+    """Returns the driver's reason for a failure, without the steps that led to it."""
+    cause = text.splitlines()[0] if text else "no reason given"
+    match = _CAUSE.search(cause)
+    if match is not None:
+        cause = match[1] or match[2]
+    cause = cause[:300]
+    code = re.search("<Code>(.*?)</Code>", text)  # in S3's answer
+    if code is not None:
+        cause += f", {code[1]}"
+    return cause

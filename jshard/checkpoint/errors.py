@@ -30,17 +30,24 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def reason(error: BaseException) -> str:
-    """The cause in one line; for an operating-system error, the system's message."""
+    """Returns the cause in one line; for an operating-system error, the system's message."""
     chain = list(causes(error, context=True))
-    for found in chain:
-        if isinstance(found, UnsafeFileError):
-            return f"{printable(found.where[0])}: {found.why}"
-        match = _OS_ERROR.search(str(found))  # the storage library reports errors only as text
-        number = int(match[1]) if match else getattr(found, "errno", None)
+    for cause in chain:
+        if isinstance(cause, UnsafeFileError):
+            return f"{printable(cause.where[0])}: {cause.why}"
+        number = _os_error_number(cause)
         if number:
             return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})."
-    text = next((str(found) for found in reversed(chain) if str(found)), "no reason given")
+    texts = [str(cause) for cause in reversed(chain) if str(cause)]  # the first cause comes first
+    text = texts[0] if texts else "no reason given"
     return f"{type(chain[-1]).__name__}: {text.splitlines()[0][:300]}"
+
+
+def _os_error_number(error: BaseException) -> int | None:
+    match = _OS_ERROR.search(str(error))  # the storage library reports errors only as text
+    if match:
+        return int(match[1])
+    return getattr(error, "errno", None)
 
 
 _MENDS = {  # by error names, as `reason` writes them
@@ -54,17 +61,19 @@ _MENDS = {  # by error names, as `reason` writes them
 
 
 def in_four_parts(path: object, error: Exception) -> FourPartError:
-    """Any error from writing a checkpoint, in the form shown to users."""
-    return error if isinstance(error, FourPartError) else write_failed(path, reason(error))
+    """Returns any error from writing a checkpoint in the form shown to users."""
+    if isinstance(error, FourPartError):
+        return error
+    return write_failed(path, reason(error))
 
 
 def write_failed(path: object, why: str) -> RunError:
-    """The error for a checkpoint that could not be written."""
+    """Makes the error for a checkpoint that could not be written."""
     return RunError("The checkpoint could not be written.", where=str(path), why=why, do=mend(why))
 
 
 def mend(why: str) -> str:
-    """What to do about a failed write, by the system's error name, as `reason` writes it."""
+    """Returns what to do about a failed write, by the system's error name, as `reason` writes it."""
     for names, do in _MENDS.items():
         if any(f"({name})" in why for name in names):
             return do
@@ -72,11 +81,11 @@ def mend(why: str) -> str:
 
 
 def unreadable(path: object, why: str) -> DamagedError:
-    """The error for a checkpoint that cannot be read."""
+    """Makes the error for a checkpoint that cannot be read."""
     return DamagedError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another checkpoint.")
 
 
 def damaged(path: object, where: Sequence[str], why: str) -> DamagedError:
-    """The error for a checkpoint whose files or leaves have changed since it was saved."""
+    """Makes the error for a checkpoint whose files or leaves have changed since it was saved."""
     do = "copy it again from an intact copy, or restore another checkpoint."
     return DamagedError("The checkpoint cannot be read.", where=[str(path), *where], why=why, do=do)

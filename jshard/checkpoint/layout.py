@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -43,11 +42,12 @@ Limits = tuple[tuple[int, int], ...]
 _MAGIC = b"jshard\0\1"
 _TAIL = struct.Struct("<8s6Q8x")
 TAIL_BYTES = _TAIL.size
-_SMALL, _PAGE = 64, 4096
+_CACHE_LINE_BYTES = 64
+_PAGE_BYTES = 4096
 _LARGE_BYTES = 64 << 10  # pieces of at least this size are page-aligned
-_PADDING = "jshard.padding"
-_INDEX = "jshard.index"
-_ENTRY = {  # safetensors' names of dtypes; others are stored as bytes
+_PADDING_NAME = "jshard.padding"
+_INDEX_NAME = "jshard.index"
+_SAFETENSORS_DTYPES = {  # safetensors' names of dtypes; others are stored as bytes
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -86,6 +86,38 @@ class Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class _Tail(NamedTuple):
+    """The last bytes of a file, with which a reader begins: they say where the index is."""
+
+    magic: bytes
+    num_pieces: int
+    num_limits: int  # of all boxes
+    num_sums: int
+    block_bytes: int
+    index_begin: int
+    checksum: int  # of the index, and of the tail with 0 in this place
+
+    @property
+    def column_sizes(self) -> tuple[int, ...]:
+        """The sizes in bytes of the index's columns, in the order of `_COLUMN_DTYPES`."""
+        return (
+            4 * self.num_pieces,
+            4 * self.num_pieces,
+            8 * self.num_pieces,
+            8 * self.num_limits,
+            8 * self.num_limits,
+            8 * self.num_sums,
+        )
+
+    def pack(self) -> bytes:
+        """Returns the bytes of the tail."""
+        return _TAIL.pack(*self)
+
+
+# The columns of an index: leaves, numbers of dims, offsets; starts and stops of the boxes; checksums.
+_COLUMN_DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileLayout:
     """The positions of everything in a file, without the checksums."""
@@ -99,24 +131,40 @@ class FileLayout:
     @functools.cached_property
     def columns(self) -> bytes:
         """The index without the checksums."""
-        boxes = np.array([limit for piece in self.pieces for limit in piece.box], "<i8").reshape(-1, 2)
-        return b"".join(
-            (
-                np.array([piece.leaf for piece in self.pieces], "<u4").tobytes(),
-                np.array([len(piece.box) for piece in self.pieces], "<u4").tobytes(),
-                np.array(self.offsets, "<i8").tobytes(),
-                boxes[:, 0].tobytes(),
-                boxes[:, 1].tobytes(),
-            )
+        all_limits = [limit for piece in self.pieces for limit in piece.box]
+        limits_array = np.array(all_limits, "<i8").reshape(-1, 2)
+        columns = (
+            np.array([piece.leaf for piece in self.pieces], "<u4"),
+            np.array([len(piece.box) for piece in self.pieces], "<u4"),
+            np.array(self.offsets, "<i8"),
+            limits_array[:, 0],
+            limits_array[:, 1],
         )
+        return b"".join(column.tobytes() for column in columns)
 
     def index(self, sums: Sequence[int]) -> bytes:
-        """The index and the tail as bytes."""
+        """Returns the index and the tail as bytes.
+
+        Args:
+            sums: the checksums of all blocks before the index.
+        """
         body = self.columns + np.array(sums, "<u8").tobytes()
-        num_limits = sum(len(piece.box) for piece in self.pieces)
-        counts = len(self.pieces), num_limits, len(sums), BLOCK_BYTES, self.index_begin
-        own = xxhash.xxh3_64_intdigest(body + _TAIL.pack(_MAGIC, *counts, 0))
-        return body + _TAIL.pack(_MAGIC, *counts, own)
+        tail = _Tail(
+            _MAGIC,
+            num_pieces=len(self.pieces),
+            num_limits=sum(len(piece.box) for piece in self.pieces),
+            num_sums=len(sums),
+            block_bytes=BLOCK_BYTES,
+            index_begin=self.index_begin,
+            checksum=0,
+        )
+        checksum = xxhash.xxh3_64_intdigest(body + tail.pack())
+        return body + tail._replace(checksum=checksum).pack()
+
+
+def index_checksum(index: bytes) -> int:
+    """Returns the checksum that an index with its tail contains."""
+    return _Tail(*_TAIL.unpack(index[-TAIL_BYTES:])).checksum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,179 +181,231 @@ class FileIndex:
     checksum: int  # of the index itself
 
 
-def laid_out(pieces: Iterable[Piece], *, most_bytes: int = FILE_BYTES) -> list[FileLayout]:
-    """Deals pieces to files, and lays each of them out."""
+# ---- layout of files that are to be written
+
+
+def lay_out_files(pieces: Iterable[Piece], *, most_bytes: int = FILE_BYTES) -> list[FileLayout]:
+    """Distributes pieces to files in order, and lays each file out."""
     files: list[list[Piece]] = [[]]
-    held = listed = 0
+    file_bytes = 0
+    header_bytes = 0
     for piece in pieces:
-        if held and (held + piece.nbytes > most_bytes or listed > _HEADER_BYTES):
+        is_full = file_bytes + piece.nbytes > most_bytes or header_bytes > _HEADER_BYTES
+        if is_full and file_bytes:
             files.append([])
-            held = listed = 0
+            file_bytes = 0
+            header_bytes = 0
         files[-1].append(piece)
-        held += piece.nbytes
-        listed += 2 * len(piece.path) + 40 * len(piece.box) + 100  # with its padding
-    return [_laid_out(found) for found in files]
+        file_bytes += piece.nbytes
+        # A generous estimate of its entry and of the one for the padding before it.
+        header_bytes += 2 * len(piece.path) + 40 * len(piece.box) + 100
+    return [_lay_out_file(file_pieces) for file_pieces in files]
 
 
-def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
-    pieces = sorted((piece for piece in pieces if piece.nbytes), key=lambda piece: piece.nbytes < _LARGE_BYTES)
-    entries: dict[str, tuple[str, Sequence[int], int, int]] = {}
-    places, end = [], 0
-    for piece in pieces:
-        begin = up(end, _unit(piece.nbytes))
-        if begin > end:
-            entries[f"{_PADDING}.{len(places)}"] = "U8", (begin - end,), end, begin
-        end = begin + piece.nbytes
-        entries[entry_name(piece.path, piece.box)] = (*_entry_of(piece), begin, end)
-        places.append(begin)
-    data_bytes = up(end, 8)
-    if data_bytes > end:
-        entries[f"{_PADDING}.{len(places)}"] = "U8", (data_bytes - end,), end, data_bytes
-    columns = len(pieces) * 16 + sum(len(piece.box) for piece in pieces) * 16
+class _HeaderEntry(NamedTuple):
+    """An entry of a safetensors header; positions are those after the header."""
+
+    dtype: str  # in safetensors' terms
+    shape: Sequence[int]
+    begin: int
+    end: int
+
+
+def _lay_out_file(pieces: Sequence[Piece]) -> FileLayout:
+    pieces = [piece for piece in pieces if piece.nbytes]
+    pieces.sort(key=lambda piece: piece.nbytes < _LARGE_BYTES)  # large ones first, otherwise in the order given
+    entries, starts, data_bytes = _data_entries(pieces)
+
+    num_limits = sum(len(piece.box) for piece in pieces)
+    columns_bytes = 16 * len(pieces) + 16 * num_limits
     # The header's entry for the index contains the number of checksums, and these cover the header: the length of the
     # header is computed first, with room for the digits.
-    header = functools.partial(_header, _listed(entries), data_bytes)
-    guess = len(header(data_bytes + columns + 8 * (1 << 32)))
-    head_bytes = up(8 + guess, _PAGE)
-    index_begin = head_bytes + data_bytes
-    index_bytes = columns + 8 * num_blocks(index_begin) + TAIL_BYTES
-    text = header(data_bytes + index_bytes).ljust(head_bytes - 8)
+    begin_of_header = _header_without_index(entries)
+    longest_header = _header(begin_of_header, data_bytes, data_bytes + columns_bytes + 8 * (1 << 32))
+    header_bytes = up(8 + len(longest_header), _PAGE_BYTES)
+    index_begin = header_bytes + data_bytes
+    index_bytes = columns_bytes + 8 * num_blocks(index_begin) + TAIL_BYTES
+    header = _header(begin_of_header, data_bytes, data_bytes + index_bytes).ljust(header_bytes - 8)
     return FileLayout(
-        header=len(text).to_bytes(8, "little") + text,
+        header=len(header).to_bytes(8, "little") + header,
         pieces=tuple(pieces),
-        offsets=tuple(head_bytes + begin for begin in places),
+        offsets=tuple(header_bytes + start for start in starts),
         index_begin=index_begin,
         num_bytes=index_begin + index_bytes,
     )
 
 
+def _data_entries(pieces: Sequence[Piece]) -> tuple[dict[str, _HeaderEntry], list[int], int]:
+    """Places pieces one after the other, aligned.
+
+    Returns:
+        The header's entries, by name; where each piece begins, after the header; and the size of all in bytes.
+    """
+    entries: dict[str, _HeaderEntry] = {}
+    starts: list[int] = []
+    end = 0
+    for piece in pieces:
+        start = up(end, _alignment(piece.nbytes))
+        if start > end:  # libraries refuse files with bytes that no entry covers
+            entries[f"{_PADDING_NAME}.{len(starts)}"] = _HeaderEntry("U8", (start - end,), end, start)
+        end = start + piece.nbytes
+        dtype, shape = _safetensors_type(piece)
+        entries[entry_name(piece.path, piece.box)] = _HeaderEntry(dtype, shape, start, end)
+        starts.append(start)
+    data_bytes = up(end, 8)
+    if data_bytes > end:
+        entries[f"{_PADDING_NAME}.{len(starts)}"] = _HeaderEntry("U8", (data_bytes - end,), end, data_bytes)
+    return entries, starts, data_bytes
+
+
 def spaced(num_bytes: int) -> int:
-    """Distance from the start of a piece of this size to the start of the next."""
-    return up(num_bytes, _unit(num_bytes))
+    """Returns the distance from the start of a piece of this size to the start of the next."""
+    return up(num_bytes, _alignment(num_bytes))
 
 
-def _unit(num_bytes: int) -> int:
-    """The alignment of a piece of this size."""
-    return _PAGE if num_bytes >= _LARGE_BYTES else _SMALL
+def _alignment(num_bytes: int) -> int:
+    """Returns the alignment of a piece of this size."""
+    return _PAGE_BYTES if num_bytes >= _LARGE_BYTES else _CACHE_LINE_BYTES
 
 
 def num_blocks(num_bytes: int) -> int:
-    """The number of checksums over this many bytes."""
+    """Returns the number of checksums over this many bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def entry_name(path: str, box: Limits) -> str:
-    """The name of a piece in the file."""
-    return f"{path}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
+    """Returns the name of a piece in the file."""
+    dims = [f"{start}:{stop}" for start, stop in box]
+    return f"{path}[{','.join(dims)}]"
 
 
-def _entry_of(piece: Piece) -> tuple[str, Sequence[int]]:
-    """The dtype and shape of a piece in safetensors' terms; bytes if it has no name for the dtype."""
-    known = _ENTRY.get(piece.dtype.name)
-    if known is not None:
-        return known, piece.shape
-    return "U8", piece.shape if piece.dtype.itemsize == 1 else (*piece.shape, piece.dtype.itemsize)
+def _safetensors_type(piece: Piece) -> tuple[str, Sequence[int]]:
+    """Returns the dtype and shape of a piece in safetensors' terms; bytes if it has no name for the dtype."""
+    name = _SAFETENSORS_DTYPES.get(piece.dtype.name)
+    if name is not None:
+        return name, piece.shape
+    if piece.dtype.itemsize == 1:
+        return "U8", piece.shape
+    return "U8", (*piece.shape, piece.dtype.itemsize)
 
 
-def _listed(entries: Mapping[str, tuple[str, Sequence[int], int, int]]) -> str:
-    """The header up to the entry of the index, which comes last."""
-    listed = {
-        name: {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, stop]}
-        for name, (dtype, shape, begin, stop) in entries.items()
-    }
+def _header_without_index(entries: Mapping[str, _HeaderEntry]) -> str:
+    """Returns the header up to the entry of the index, which comes last."""
     # Hugging Face libraries only open files that name the framework of their arrays.
-    return json.dumps({"__metadata__": {"format": "pt"}, **listed}, separators=(",", ":"))[:-1]
+    fields: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
+    for name, entry in entries.items():
+        fields[name] = _json_entry(entry)
+    return json.dumps(fields, separators=(",", ":"))[:-1]
 
 
-def _header(listed: str, begin: int, end: int) -> bytes:
-    index = {_INDEX: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}}
-    return f"{listed},{json.dumps(index, separators=(',', ':'))[1:]}".encode()
+def _header(begin_of_header: str, index_begin: int, index_end: int) -> bytes:
+    entry = _HeaderEntry("U8", (index_end - index_begin,), index_begin, index_end)
+    text = json.dumps({_INDEX_NAME: _json_entry(entry)}, separators=(",", ":"))
+    return f"{begin_of_header},{text[1:]}".encode()
+
+
+def _json_entry(entry: _HeaderEntry) -> Mapping[str, object]:
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
+
+
+# ---- the index of a file that is read
 
 
 def parse_tail(tail: bytes, num_bytes: int) -> int:
-    """Size of the index and the tail of a file of this size; raises `ValueError` if it has none."""
+    """Returns the size of the index and the tail of a file of this size; raises `ValueError` if it has none."""
     if len(tail) != TAIL_BYTES:
         raise ValueError("it has no index")
-    magic, num_pieces, num_limits, num_sums, block_bytes, begin, _ = _TAIL.unpack(tail)
-    size = 16 * num_pieces + 16 * num_limits + 8 * num_sums + TAIL_BYTES
-    if magic != _MAGIC or block_bytes != BLOCK_BYTES or begin + size != num_bytes or num_sums != num_blocks(begin):
+    fields = _Tail(*_TAIL.unpack(tail))
+    size = sum(fields.column_sizes) + TAIL_BYTES
+    is_ours = fields.magic == _MAGIC and fields.block_bytes == BLOCK_BYTES
+    is_of_this_size = fields.index_begin + size == num_bytes and fields.num_sums == num_blocks(fields.index_begin)
+    if not is_ours or not is_of_this_size:
         raise ValueError("its index is damaged")
     return size
 
 
-def parse_index(found: bytes | bytearray | memoryview) -> FileIndex:
+def parse_index(index: bytes | bytearray | memoryview) -> FileIndex:
     """Parses an index with its tail; raises `ValueError` if any bit of it has changed."""
-    body, tail = memoryview(found)[:-TAIL_BYTES], bytes(found[-TAIL_BYTES:])
-    magic, *counts, own = _TAIL.unpack(tail)
-    check = xxhash.xxh3_64(body)
-    check.update(_TAIL.pack(magic, *counts, 0))
-    if magic != _MAGIC or check.intdigest() != own or any(tail[-8:]):
+    body = memoryview(index)[:-TAIL_BYTES]
+    tail_bytes = bytes(index[-TAIL_BYTES:])
+    tail = _Tail(*_TAIL.unpack(tail_bytes))
+    expected = xxhash.xxh3_64(body)
+    expected.update(tail._replace(checksum=0).pack())
+    # The checksum does not cover the unused bytes at the end, as unpacking loses them.
+    has_unused_bytes = any(tail_bytes[-8:])
+    if tail.magic != _MAGIC or tail.checksum != expected.intdigest() or has_unused_bytes:
         raise ValueError("its index is damaged")
-    num_pieces, num_limits, num_sums, _, index_begin = counts
-    sizes = [4 * num_pieces, 4 * num_pieces, 8 * num_pieces, 8 * num_limits, 8 * num_limits, 8 * num_sums]
-    ends = list(itertools.accumulate(sizes))
-    dtypes = ("<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
-    columns = [
-        np.frombuffer(body[end - size : end], dtype) for end, size, dtype in zip(ends, sizes, dtypes, strict=True)
-    ]
-    leaves, ndims, offsets, starts, stops, sums = columns
+
+    columns = []
+    start = 0
+    for size, dtype in zip(tail.column_sizes, _COLUMN_DTYPES, strict=True):
+        columns.append(np.frombuffer(body[start : start + size], dtype))
+        start += size
+    leaves, num_dims, offsets, starts, stops, sums = columns
     return FileIndex(
         leaves=leaves,
         offsets=offsets,
         starts=starts,
         stops=stops,
-        begins=np.cumsum(ndims, dtype=np.int64) - ndims,
+        begins=np.cumsum(num_dims, dtype=np.int64) - num_dims,
         sums=sums,
-        index_begin=index_begin,
-        checksum=own,
+        index_begin=tail.index_begin,
+        checksum=tail.checksum,
     )
 
 
+# ---- buffers and boxes
+
+
 def block_sum(views: Sequence[memoryview]) -> int:
-    """The checksum of a block that is spread over some buffers."""
+    """Returns the checksum of a block that is spread over some buffers."""
     if len(views) == 1:
         return xxhash.xxh3_64_intdigest(views[0])
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for view in views:
-        found.update(view)
-    return found.intdigest()
+        digest.update(view)
+    return digest.intdigest()
 
 
 def cut_views(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Concatenated buffers, cut into runs of this many bytes; the last one may be shorter."""
-    found: list[memoryview] = []
+    """Yields the bytes of some buffers in runs of this many bytes; the last run may be shorter."""
+    run: list[memoryview] = []
     room = size
     for view in views:
         while view.nbytes >= room:
-            found.append(view[:room])
+            run.append(view[:room])
             view = view[room:]
-            yield found
-            found, room = [], size
+            yield run
+            run = []
+            room = size
         if view.nbytes:
-            found.append(view)
+            run.append(view)
             room -= view.nbytes
-    if found:
-        yield found
+    if run:
+        yield run
 
 
 def up(value: int, multiple: int) -> int:
-    """The next multiple, or the value itself."""
+    """Returns the next multiple, or the value itself if it is one."""
     return -(-value // multiple) * multiple
 
 
 @functools.lru_cache(maxsize=4096)
 def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Any, Limits]:
-    """The box of an array that each device holds."""
-    return {device: limits(index or (), shape) for device, index in sharding.devices_indices_map(tuple(shape)).items()}
+    """Returns the box of an array that each device holds."""
+    indices = sharding.devices_indices_map(tuple(shape))
+    return {device: limits(index or (), shape) for device, index in indices.items()}
 
 
 def limits(index: Sequence[slice], shape: Sequence[int]) -> Limits:
-    """An array index as its start and stop along each dim."""
-    return tuple(
-        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True)
-    )
+    """Returns an array index as its start and stop along each dim."""
+    box = []
+    for part, size in zip(index, shape, strict=True):
+        stop = size if part.stop is None else part.stop
+        box.append((part.start or 0, stop))
+    return tuple(box)
 
 
 def size_of(box: Limits) -> int:
-    """The number of elements of a box."""
+    """Returns the number of elements of a box."""
     return math.prod(stop - start for start, stop in box)

@@ -13,16 +13,16 @@ from jshard._text import counted
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
+from jshard.checkpoint.history import NAME as HISTORY
 from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, COMMIT_MARK, is_committed, is_item
-from jshard.checkpoint.timeline import NAME as HISTORY
 from jshard.errors import FourPartError, RunError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
-    """The absolute path of a checkpoint, or its address in a bucket."""
+    """Returns the absolute path of a checkpoint, or its address in a bucket."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
             "This is not a path.",
@@ -34,7 +34,7 @@ def place_of(path: str | os.PathLike[str]) -> Place:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of something that must be on this machine."""
+    """Returns the absolute path of something that must be on this machine."""
     if _URL.match(os.fspath(path)):
         raise CheckpointError(
             "Checkpoints cannot be stored there.",
@@ -45,67 +45,76 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return expanded(path).absolute()
 
 
-# Where the checkpoints are, when the given path has none.
+# Where the checkpoints are, when a path has none.
 
 OF_A_RUN = "checkpoints"  # the folder of a run that holds them
 INCOMPLETE = f"a folder without {COMMIT_MARK}: an incomplete copy, an unfinished save, or not a checkpoint"
 
 
 def no_checkpoint(path: Place) -> CheckpointError:
-    """The error for a path without a checkpoint; it names one nearby, if there is one."""
+    """Makes the error for a path without a checkpoint; it names one nearby, if there is one."""
     nearby = _nearby(path)
-    do = "give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP."
     if nearby.checkpoint is not None:
         do = f'restore("{nearby.checkpoint}", like=...)'
     elif _FILE.fullmatch(path.name):
         do = "give the path of the file, or of its folder."
     elif nearby.files:
-        do = "\n".join(
-            ["give the path of one of them:", *(f'restore("{path / name}", like=...)' for name in nearby.files)]
-        )
+        choices = [f'restore("{path / name}", like=...)' for name in nearby.files]
+        do = "\n".join(["give the path of one of them:", *choices])
+    else:
+        do = "give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP."
     return CheckpointError("There is no checkpoint to restore.", where=str(path), why=nearby.why, do=do)
 
 
 def no_such_step(folder: Place, step: int | None) -> CheckpointError:
-    """The error for a series without the requested checkpoint; `step` None stands for any step."""
+    """Makes the error for a series without the requested checkpoint; `step` None stands for any step."""
+    checkpoint = "checkpoint" if step is None else f"checkpoint of step {step}"
+    message = f"There is no {checkpoint} to restore."
     steps = steps_in(folder)
-    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    why, do = f"complete checkpoints there: {', '.join(map(str, steps))}.", f"restore step {max(steps, default=0)}."
-    if not steps:
-        why, do = _no_series(folder)
-    return CheckpointError(f"There is no {wanted} to restore.", where=str(folder), why=why, do=do)
+    if steps:
+        why = f"complete checkpoints there: {', '.join(map(str, steps))}."
+        return CheckpointError(message, where=str(folder), why=why, do=f"restore step {steps[-1]}.")
+    why, do = _no_series(folder)
+    return CheckpointError(message, where=str(folder), why=why, do=do)
 
 
 def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunError:
-    """The error for a checkpoint of a series that could not be written; `steps` are the existing ones."""
-    good = (
-        f"the last good checkpoint is {path.with_name(str(steps[-1]))}." if steps else "there is no earlier checkpoint."
-    )
-    mend = error.do.partition(",")[0].rstrip(".") if isinstance(error, RunError) else "fix that"
+    """Makes the error for a checkpoint of a series that could not be written; `steps` are the existing ones."""
+    mend = "fix that"
+    if isinstance(error, RunError):
+        mend = error.do.partition(",")[0].rstrip(".")
+    if steps:
+        last = f"the last good checkpoint is {path.with_name(str(steps[-1]))}."
+        do = f"{mend}, then continue the run with --resume."
+    else:
+        last = "there is no earlier checkpoint."
+        do = f"{mend}, then start the run again."
     return RunError(
         f"The checkpoint of step {path.name} could not be written.",
         where=[str(path), *(place for place in error.where if place != str(path))],
-        why=f"{error.why}\n{good}",
-        do=f"{mend}, then continue the run with --resume." if steps else f"{mend}, then start the run again.",
+        why=f"{error.why}\n{last}",
+        do=do,
     )
 
 
 def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
-    """The error for a checkpoint of a series that cannot be read; `steps` are the existing ones."""
-    others = [other for other in reversed(steps) if str(other) != path.name]
+    """Makes the error for a checkpoint of a series that cannot be read; `steps` are the existing ones."""
+    other_steps = [step for step in reversed(steps) if str(step) != path.name]
+    if other_steps:
+        do = f"mv {path} {path}.damaged\nand try again: step {other_steps[0]} is then the newest."
+    else:
+        do = "start the run again, in another folder."
     kind = DamagedError if isinstance(error, DamagedError) else RunError
     return kind(
         f"The checkpoint of step {path.name} cannot be read.",
         where=error.where,
-        why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, others)) or 'none'}.",
-        do=f"mv {path} {path}.damaged\nand try again: step {others[0]} is then the newest."
-        if others
-        else "start the run again, in another folder.",
+        why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, other_steps)) or 'none'}.",
+        do=do,
     )
 
 
 def _no_series(folder: Place) -> tuple[str, str]:
-    """Why a folder holds no series, and what to do about it."""
+    """Returns why a folder holds no series, and what to do about it."""
     if is_committed(folder):
         why = "it is a checkpoint, not a folder of checkpoints."
         return why, f'Checkpointer("{folder.parent}"); or restore("{folder}", like=...).'
@@ -115,22 +124,30 @@ def _no_series(folder: Place) -> tuple[str, str]:
 
 
 def steps_in(folder: Place) -> list[int]:
-    """Steps that have a complete checkpoint, oldest first."""
-    if isinstance(folder, BucketPath):
-        found = (re.fullmatch(f"(0|[1-9][0-9]*)/{re.escape(MANIFEST)}", name) for name in folder.objects())
-        return sorted(int(each[1]) for each in found if each)
-    return [step for step in _numbers_in(folder) if is_committed(folder / str(step))]
+    """Returns the steps that have a complete checkpoint, oldest first."""
+    if not isinstance(folder, BucketPath):
+        return [step for step in _numbers_in(folder) if is_committed(folder / str(step))]
+    # In a bucket the manifest, which is written last, makes a checkpoint complete.
+    manifest = re.compile(f"(0|[1-9][0-9]*)/{re.escape(MANIFEST)}")
+    matches = [manifest.fullmatch(name) for name in folder.objects()]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def incomplete_in(folder: Place) -> list[int]:
-    """Steps whose folder is not a complete checkpoint, oldest first."""
+    """Returns the steps whose folder is not a complete checkpoint, oldest first."""
     steps = _numbers_in(folder)
     return [step for step in steps if (folder / str(step)).is_dir() and not is_committed(folder / str(step))]
 
 
 def _numbers_in(folder: Place) -> list[int]:
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if _is_number(path.name))
+
+
+def _is_number(name: str) -> bool:
+    is_decimal = name.isascii() and name.isdecimal()
+    return is_decimal and str(int(name)) == name  # no other name of a step, such as 007
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +164,11 @@ _PART = re.compile(r"\.metadata|.+\.distcp|.+_states\.pt")  # of DCP and DeepSpe
 
 
 def _nearby(path: Place) -> _Nearby:
-    for above in path.parents:
-        if is_committed(above):
-            return _Nearby("it is part of a checkpoint, not a whole one.", above)
+    for parent in path.parents:
+        if is_committed(parent):
+            return _Nearby("it is part of a checkpoint, not a whole one.", parent)
     if not path.exists():
-        return _beside(path)
+        return _near_missing(path)
     if not path.is_dir():
         if _PART.fullmatch(path.name):
             return _Nearby("it is one file of a checkpoint; the checkpoint is its folder.", path.parent)
@@ -161,8 +178,8 @@ def _nearby(path: Place) -> _Nearby:
     return _in_folder(path)
 
 
-def _beside(path: Place) -> _Nearby:
-    """What is beside a path where there is nothing."""
+def _near_missing(path: Place) -> _Nearby:
+    """Returns what is beside a path where there is nothing."""
     missing = "no such file" if _FILE.fullmatch(path.name) else "no such folder"
     steps = steps_in(path.parent)
     if steps:
@@ -171,12 +188,10 @@ def _beside(path: Place) -> _Nearby:
 
 
 def _in_folder(folder: Path) -> _Nearby:
-    """What is in a folder that is no checkpoint."""
+    """Returns what is in a folder that is no checkpoint."""
     runs = [run for run in folder.iterdir() if steps_in(run / OF_A_RUN)]
     if runs:
-        newest = max(runs, key=lambda run: run.stat().st_mtime) / OF_A_RUN
-        with_checkpoints = counted(len(runs), "of them with checkpoints", "of them with checkpoints")
-        return _Nearby(f"it is a folder of runs, {with_checkpoints}.", newest / str(steps_in(newest)[-1]))
+        return _among_runs(runs)
     names = sorted(path.name for path in folder.iterdir())
     files = [name for name in names if _FILE.fullmatch(name) and not _PART.fullmatch(name)]
     if files:
@@ -185,12 +200,24 @@ def _in_folder(folder: Path) -> _Nearby:
         return _Nearby(why, files=files[:3])
     if not names or _manifest.FOLDER in names:
         return _Nearby("save() did not complete this folder.")
-    more = ", ..." if len(names) > 3 else ""
-    return _Nearby(f"it holds no checkpoint of a known format: {', '.join(names[:3])}{more}.")
+    ellipsis = ", ..." if len(names) > 3 else ""
+    return _Nearby(f"it holds no checkpoint of a known format: {', '.join(names[:3])}{ellipsis}.")
 
 
-def _list(steps: list[int], shown: int = 5) -> str:
-    return ", ".join([*(["..."] if len(steps) > shown else []), *map(str, steps[-shown:])])
+def _among_runs(runs: Sequence[Path]) -> _Nearby:
+    def changed_at(run: Path) -> float:
+        return run.stat().st_mtime
+
+    newest = max(runs, key=changed_at) / OF_A_RUN
+    with_checkpoints = counted(len(runs), "of them with checkpoints", "of them with checkpoints")
+    return _Nearby(f"it is a folder of runs, {with_checkpoints}.", newest / str(steps_in(newest)[-1]))
+
+
+def _list(steps: Sequence[int], shown: int = 5) -> str:
+    texts = [str(step) for step in steps[-shown:]]
+    if len(steps) > shown:
+        texts.insert(0, "...")
+    return ", ".join(texts)
 
 
 LEDGER = "series.json"  # the steps whose checkpoints a series has written or started to write; nothing else is deleted
@@ -200,43 +227,54 @@ LEDGER = "series.json"  # the steps whose checkpoints a series has written or st
 
 
 def series_at(path: Place) -> Place | None:
-    """The folder of the series at a path, which is a run or the series itself; None if there is no series.
+    """Returns the folder of the series at a path, which is a run or the series itself; None if there is no series.
 
     Only this process looks; nothing is written, and no other process takes part.
     """
     path = place_of(path)
     for folder in (path / OF_A_RUN, path):
-        if not is_checkpoint(folder) and (steps_in(folder) or _holds(folder, (HISTORY, LEDGER))):
+        if is_checkpoint(folder):
+            continue
+        if steps_in(folder) or _holds(folder, (HISTORY, LEDGER)):
             return folder
     return None
 
 
-def checkpoint_at(given: str | os.PathLike[str], step: int | None = None) -> Place:
-    """The checkpoint that a path refers to, whether or not it is damaged."""
-    path = place_of(given)
+def checkpoint_at(path: str | os.PathLike[str], step: int | None = None) -> Place:
+    """Returns the checkpoint that a path refers to, whether or not it is damaged."""
+    place = place_of(path)
     try:
-        series = None if is_checkpoint(path) else series_at(path)
+        series = None if is_checkpoint(place) else series_at(place)
+    except FourPartError:  # may be an `OSError`, too
+        raise
     except OSError as error:  # a name that is too long, a parent that may not be entered
-        if isinstance(error, FourPartError):
-            raise
-        raise unreadable(path, reason(error)) from error
-    if series is None:
-        if step is not None:
-            raise CheckpointError(
-                "This is not a series of checkpoints.",
-                where=str(path),
-                why=f"a step, {step}, was requested, but the path is not a series or a run.",
-                do="leave out the step, or give the folder that holds the checkpoints.",
-            )
-        return path
+        raise unreadable(place, reason(error)) from error
+    if series is not None:
+        return _of_series(series, step)
+    if step is not None:
+        raise CheckpointError(
+            "This is not a series of checkpoints.",
+            where=str(place),
+            why=f"a step, {step}, was requested, but the path is not a series or a run.",
+            do="leave out the step, or give the folder that holds the checkpoints.",
+        )
+    return place
+
+
+def _of_series(series: Place, step: int | None) -> Place:
+    """Returns the checkpoint of a step, or the newest; raises `CheckpointError` if there is none."""
     steps = steps_in(series)
-    if not steps or step not in (None, *steps):
+    if not steps:
         raise no_such_step(series, step)
-    return series / str(steps[-1] if step is None else step)
+    if step is None:
+        step = steps[-1]
+    if step not in steps:
+        raise no_such_step(series, step)
+    return series / str(step)
 
 
 def is_checkpoint(path: Place) -> bool:
-    """Whether a folder looks like a checkpoint, or like one tree of a checkpoint, from any writer."""
+    """Returns whether a folder looks like a checkpoint, or like one tree of a checkpoint, from any writer."""
     return is_committed(path) or is_item(path) or _holds(path, (_manifest.NAME, CHECKPOINT_METADATA))
 
 

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint, `jshard.json`: its contents, and how to detect any loss.
 
-It is written last, when everything else is on disk. It lists every leaf with its logical shape and checksums (see
-below), and every file with its size; small files, which describe how to read the large ones, also have a checksum. The
-mesh, layout and processes it was saved from are for information only; nothing depends on them.
+It is written last, when everything else is on disk. It lists every leaf with its logical shape and checksums
+(`leaf_sums`), and every file with its size; small files, which describe how to read the large ones, also have a
+checksum. The mesh, layout and processes it was saved from are for information only; nothing depends on them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -26,6 +26,7 @@ from jshard._files import METADATA_BYTES, is_inside, write_text
 from jshard._parsing import checked, is_int, parse_json
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
 from jshard.checkpoint.errors import CheckpointError, DamagedError
+from jshard.checkpoint.leaf_sums import Sums
 from jshard.errors import UnsafeFileError
 
 NAME = "jshard.json"
@@ -36,6 +37,9 @@ MARK = {"jshard": FORMAT}  # in Orbax's metadata: a checkpoint with the mark but
 
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
+Value = int | float | str
+"""A leaf that is a Python value, as the manifest has it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLeaf:
@@ -45,7 +49,7 @@ class StoredLeaf:
     dtype: str  # of its elements; "int", "float" and "str" for Python values, "value" for one of another or unread type
     key: str | None = None  # the kind of a random key, such as "fry"; None for other leaves
     spec: str | None = None  # its sharding when saved, for information
-    sums: Sums | None = None  # see below; None for Python values, and if not computed
+    sums: Sums | None = None  # see `leaf_sums`; None for Python values, and if not computed
     chunk: tuple[int, ...] | None = None  # the shape of its stored boxes; None if unknown
 
     @property
@@ -61,11 +65,19 @@ class StoredLeaf:
     @property
     def nbytes(self) -> int:
         """Size of its values in bytes."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.is_array else 0
+        if not self.is_array:
+            return 0
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-    def on_host(self) -> Any:
-        """The target of a read of this leaf to the host."""
-        return np.empty(self.shape, self.dtype) if self.is_array else {"int": 0, "float": 0.0}.get(self.dtype, "")
+    def on_host(self) -> np.ndarray | Value:
+        """Returns the target of a read of this leaf to the host."""
+        if self.is_array:
+            return np.empty(self.shape, self.dtype)
+        if self.dtype == "int":
+            return 0
+        if self.dtype == "float":
+            return 0.0
+        return ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,19 +96,45 @@ class Manifest:
     # size of every packed file, by name, and the checksum of its index, which covers everything in it
     packed: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     # of leaves that are Python values, if the files are packed
-    values: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
 
 
 def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
-    """A leaf as it will be stored, without its checksums; shapes are without padding."""
+    """Returns a leaf as it will be stored, without its checksums.
+
+    Args:
+        leaf: an array, an array's shape and dtype, or a Python value.
+        shape: its logical shape, without padding; by default its own.
+    """
     if not hasattr(leaf, "shape"):
         return StoredLeaf(shape=(), dtype=type(leaf).__name__)
-    key, logical = None, leaf
+    key = None
+    numbers = leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         key = str(leaf.dtype).removeprefix("key<").removesuffix(">")
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    shape = tuple(leaf.shape) if shape is None else shape
-    return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
+        numbers = jax.eval_shape(jax.random.key_data, leaf)
+    if shape is None:
+        shape = tuple(numbers.shape)
+    return StoredLeaf(shape=shape, dtype=jnp.dtype(numbers.dtype).name, key=key, spec=_spec(leaf))
+
+
+def _spec(leaf: Any) -> str | None:
+    sharding = getattr(leaf, "sharding", None)
+    return spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else None
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """Returns a readable form of an array's sharding: the mesh axes of each dim."""
+    dims = []
+    for axes in spec:
+        if isinstance(axes, tuple):
+            dims.append("*".join(axes))
+        else:
+            dims.append(str(axes or "-"))
+    return ", ".join(dims)
+
+
+# ---- the file
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -105,7 +143,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def to_text(manifest: Manifest) -> str:
-    """A manifest as the bytes of its file."""
+    """Returns a manifest as the text of its file."""
     body = json.dumps(to_json(manifest))
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body})
     if len(text) > MOST_BYTES:  # it could not be read again
@@ -120,17 +158,13 @@ def to_text(manifest: Manifest) -> str:
 
 
 def read(folder: Place, *, check: bool = True) -> Manifest | None:
-    """The manifest of a checkpoint; None if it has none, as in folders that other programs wrote.
+    """Reads the manifest of a checkpoint; None if it has none, as in folders that other programs wrote.
 
     Without `check`, a manifest with a wrong checksum is accepted if it can be parsed.
     """
     path = folder / NAME
     try:
-        held = parse_json(contents(path, MOST_BYTES))
-        body = held["seal"]
-        if check and zlib.crc32(body.encode()) != held["crc32"]:
-            raise ValueError("its checksum is wrong")
-        fields = parse_json(body)
+        fields = _fields_of(contents(path, MOST_BYTES), check=check)
         number = fields["format"]
         if number <= FORMAT:
             return from_json(fields)
@@ -155,63 +189,88 @@ def read(folder: Place, *, check: bool = True) -> Manifest | None:
     )
 
 
+def _fields_of(content: bytes, *, check: bool) -> Any:
+    """Parses the file. Raises as `from_json`; the fields are not checked here."""
+    sealed = parse_json(content)
+    body = sealed["seal"]
+    if check and zlib.crc32(body.encode()) != sealed["crc32"]:
+        raise ValueError("its checksum is wrong")
+    return parse_json(body)
+
+
 def damage(folder: Place, manifest: Manifest) -> list[str]:
-    """Damaged files of a checkpoint, one line each: missing, truncated or changed.
+    """Returns the damaged files of a checkpoint, one line each: missing, truncated or changed.
 
     Large array files are only checked for size; their values are checked when read.
     """
-    listed = folder.objects() if isinstance(folder, BucketPath) else None
-    found = []
+    # One request lists a bucket; a request for each of thousands of files would take long.
+    sizes_in_bucket = folder.objects() if isinstance(folder, BucketPath) else {}
+    lines = []
     for name, (size, crc32) in manifest.files.items():
-        try:
-            here = (folder / name).stat().st_size if isinstance(folder, Path) else (listed or {}).get(name)
-            if here is None:
-                raise FileNotFoundError
-            if here != size:
-                found.append(f"{name}  {here} bytes of {size}")
-            elif crc32 is not None and zlib.crc32(contents(folder / name, METADATA_BYTES)) != crc32:
-                found.append(f"{name}  its contents have changed")
-        except FileNotFoundError:
-            found.append(f"{name}  is missing")
-        except BucketError:
-            raise
-        except OSError as error:
-            found.append(f"{name}  {error.strerror}")
-    return found
+        fault = _fault_of_file(folder, name, size, crc32, sizes_in_bucket)
+        if fault is not None:
+            lines.append(f"{name}  {fault}")
+    return lines
 
 
-def _spec(leaf: Any) -> str | None:
-    sharding = getattr(leaf, "sharding", None)
-    return spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else None
+def _fault_of_file(
+    folder: Place, name: str, size: int, crc32: int | None, sizes_in_bucket: Mapping[str, int]
+) -> str | None:
+    """Returns what is wrong with a file; None if nothing is."""
+    try:
+        actual_size = _size_of_file(folder, name, sizes_in_bucket)
+        if actual_size is None:
+            return "is missing"
+        if actual_size != size:
+            return f"{actual_size} bytes of {size}"
+        if crc32 is not None and zlib.crc32(contents(folder / name, METADATA_BYTES)) != crc32:
+            return "its contents have changed"
+    except FileNotFoundError:
+        return "is missing"
+    except BucketError:
+        raise
+    except OSError as error:
+        return str(error.strerror)
+    return None
 
 
-def spec_text(spec: PartitionSpec) -> str:
-    """A readable form of an array's sharding: the mesh axes of each dim."""
-    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in spec)
+def _size_of_file(folder: Place, name: str, sizes_in_bucket: Mapping[str, int]) -> int | None:
+    if isinstance(folder, Path):
+        return (folder / name).stat().st_size
+    return sizes_in_bucket.get(name)
+
+
+# ---- JSON
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
-    """A manifest as JSON values."""
+    """Returns a manifest as JSON values."""
     fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
-    given = {path: vars(leaf) for path, leaf in manifest.leaves.items()}
-    leaves = {path: {name: x for name, x in leaf.items() if x is not None} for path, leaf in given.items()}
+    leaves = {}
+    for path, leaf in manifest.leaves.items():
+        leaves[path] = {name: value for name, value in vars(leaf).items() if value is not None}
     return {"format": FORMAT if manifest.packed else 1, **fields, "leaves": leaves}
 
 
 def from_json(fields: Mapping[str, Any]) -> Manifest:
-    """The inverse of `to_json`.
+    """Inverts `to_json`.
+
+    The checksum of a manifest is not a signature: anyone may have written it. So no field is trusted that a program
+    would compute with, open or allocate by.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: these are not the fields of a manifest.
     """
     checked(fields, _ShownFields)
-    given = _known(Manifest, fields)
-    given["leaves"] = {path: _leaf(path, leaf) for path, leaf in fields["leaves"].items()}
-    for name in ("files", "packed"):
-        given[name] = {file: (size, checksum) for file, (size, checksum) in fields.get(name, {}).items()}
-        _check_files(given[name])
-    _check_values(given)
-    return Manifest(**given)
+    known = _known_fields(Manifest, fields)
+    known["leaves"] = {path: _checked_leaf(path, leaf) for path, leaf in fields["leaves"].items()}
+    known["files"] = _checked_files(fields.get("files", {}))
+    known["packed"] = _checked_files(fields.get("packed", {}))
+    _check_values(known)
+    if not 0 <= known.get("saved_at", 0.0) < _MOST_S:
+        raise ValueError("it was saved at a moment that has no date")
+    _check_metrics(known.get("metrics", {}))
+    return Manifest(**known)
 
 
 class _ShownFields(TypedDict, total=False):
@@ -225,14 +284,31 @@ class _ShownFields(TypedDict, total=False):
 
 
 _MOST_S = 1e11  # since 1970: later moments have no date
-_PYTHON = {"int": int, "float": float, "str": str}
+_PYTHON_TYPES = {"int": int, "float": float, "str": str}
 _MOST_DIMS = 32  # numpy's arrays have at most 64, and jax's programs fewer
 _MOST_ELEMENTS = 1 << 58  # so that no size in bytes is beyond 64 bits
+_MOST_KEYS = 1000  # in a path; as many levels as Python has frames
+_DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]{1,30}")
 
 
-def _leaf(path: str, fields: Mapping[str, Any]) -> StoredLeaf:
-    """A leaf whose size and dtype can be computed with: the checksum of a manifest is not a signature."""
-    leaf = StoredLeaf(**_known(StoredLeaf, fields))
+def _known_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a dataclass knows, with lists as tuples; a later version may write further ones."""
+    names = _field_names(kind)
+    known = {}
+    for name, value in fields.items():
+        if name in names:
+            known[name] = tuple(value) if isinstance(value, list) else value
+    return known
+
+
+@functools.cache
+def _field_names(kind: type) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(kind))
+
+
+def _checked_leaf(path: str, fields: Mapping[str, Any]) -> StoredLeaf:
+    """Returns a leaf whose size and dtype can be computed with."""
+    leaf = StoredLeaf(**_known_fields(StoredLeaf, fields))
     if is_too_deep(path):
         raise ValueError(f"a path has thousands of keys: {path[:100]}")
     if not is_shape(leaf.shape) or not isinstance(leaf.dtype, str):
@@ -247,7 +323,7 @@ def _leaf(path: str, fields: Mapping[str, Any]) -> StoredLeaf:
 
 
 def _is_of_numbers(name: str) -> bool:
-    """Whether numpy, with JAX's further dtypes, has a dtype of numbers by this name.
+    """Returns whether numpy, with JAX's further dtypes, has a dtype of numbers by this name.
 
     `np.dtype` also takes lists of fields, pointers to Python objects and texts of any length.
     """
@@ -260,19 +336,13 @@ def _is_of_numbers(name: str) -> bool:
     return dtype.name == name and dtype.kind not in "OSUMm" and dtype.itemsize > 0
 
 
-_DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]{1,30}")
-
-
 def is_too_deep(path: str) -> bool:
-    """Whether a path has more keys than a state can be deep; time grows with the square of the number."""
+    """Returns whether a path has more keys than a state can be deep; time grows with the square of the number."""
     return path.count("/") > _MOST_KEYS
 
 
-_MOST_KEYS = 1000  # as many levels as Python has frames
-
-
-def is_shape(shape: Any) -> bool:
-    """Whether this is the shape of an array, as a tuple, whose size in bytes can be computed with."""
+def is_shape(shape: object) -> bool:
+    """Returns whether this is the shape of an array, as a tuple, whose size in bytes can be computed with."""
     if not isinstance(shape, tuple) or len(shape) > _MOST_DIMS:
         return False
     if not all(type(size) is int and size >= 0 for size in shape):
@@ -280,143 +350,34 @@ def is_shape(shape: Any) -> bool:
     return math.prod(max(size, 1) for size in shape) <= _MOST_ELEMENTS
 
 
-def _check_files(files: Mapping[str, tuple[Any, Any]]) -> None:
-    for name, (size, checksum) in files.items():
+def _checked_files(files: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the sizes and checksums of files, by name."""
+    pairs = {name: (size, checksum) for name, (size, checksum) in files.items()}
+    for name, (size, checksum) in pairs.items():
         if name and not is_inside(name):  # "" stands for a part in memory
             raise ValueError(f"it names a file outside of the checkpoint: {name[:200]}")
         if type(size) is not int or size < 0 or type(checksum) not in (int, type(None)):
             raise ValueError(f"{name[:200]} has the size {str(size)[:100]} and the checksum {str(checksum)[:100]}")
+    return pairs
 
 
 def _check_values(fields: Mapping[str, Any]) -> None:
     """Raises `ValueError` unless there is a value for every leaf that is a Python value, and of its type."""
+    leaves: Mapping[str, StoredLeaf] = fields["leaves"]
     values = fields.get("values", {})
     for name, value in values.items():
-        leaf = fields["leaves"].get(name)
-        if leaf is None or type(value) is not _PYTHON.get(leaf.dtype):
+        leaf = leaves.get(name)
+        if leaf is None or type(value) is not _PYTHON_TYPES.get(leaf.dtype):
             raise ValueError(f"its value of {name[:200]} is not that of a leaf")
-    if fields.get("packed"):
-        lost = [name for name, leaf in fields["leaves"].items() if not leaf.is_array and name not in values]
-        if lost:
-            raise ValueError(f"it has no value of {lost[0][:200]}")
-    if not 0 <= fields.get("saved_at", 0.0) < _MOST_S:
-        raise ValueError("it was saved at a moment that has no date")
-    for name, value in fields.get("metrics", {}).items():
+    if not fields.get("packed"):
+        return  # Orbax has them, too
+    for name, leaf in leaves.items():
+        if not leaf.is_array and name not in values:
+            raise ValueError(f"it has no value of {name[:200]}")
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
         # Not `checked`, as a loss may be NaN.
         if not is_int(value) and type(value) is not float:
             raise ValueError(f"its metric {name[:200]} is not a number of at most 64 bits")
-
-
-def _known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the dataclass knows, with lists as tuples; a later version may write further ones."""
-    names = _names(kind)
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items() if name in names}
-
-
-@functools.cache
-def _names(kind: type) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(kind))
-
-
-# Checksums of a leaf that are independent of the mesh it was saved from or is restored onto. They are for data written
-# by Orbax; packed files have their own checksums.
-#
-# A leaf is seen as a matrix of unsigned words of 8, 16 or 32 bits; wider dtypes are several words. Its last dim is the
-# columns, all others the rows. Each row is cut into segments of 512 words, or of one in small leaves, and the segments
-# are numbered consecutively. Two sums are kept, modulo 2**64: of all words, and of all words weighted by 2 segment + 1.
-# A change of a single word is always detected, and the second sum detects swapped segments, rows and boxes. Changes
-# that cancel within a segment are not detected. Sums over disjoint boxes add up, so totals do not depend on the mesh.
-
-Sums = tuple[int, int]
-Box = tuple[slice, ...]
-
-_MODULUS = 1 << 64
-_SEGMENT_WORDS = 512  # as fast as whole rows
-_SMALL_WORDS = 1 << 16  # leaves up to this size have one-word segments
-
-
-def add(parts: Iterable[Sequence[int]]) -> Sums:
-    """The sums over a leaf from those over its disjoint boxes."""
-    total = weighted = 0
-    for part in parts:
-        total, weighted = total + part[0], weighted + part[1]
-    return total % _MODULUS, weighted % _MODULUS
-
-
-def held_parts(leaf: jax.Array | np.ndarray) -> list[tuple[np.ndarray, Box]]:
-    """This process's parts of a leaf, with their boxes: one of several copies; of local arrays, the first process's."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if jax.process_index() != 0 and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
-        return []
-    if isinstance(leaf, jax.Array):
-        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-        return [(np.asarray(shard.data), tuple(shard.index)) for shard in shards]
-    return [(leaf, (slice(None),) * leaf.ndim)]
-
-
-def sums_of(parts: Iterable[tuple[np.ndarray, Box]], shape: Sequence[int]) -> Sums:
-    """The sums over some boxes of a leaf; elements beyond its shape are padding."""
-    inside = lambda box: tuple(slice(max(0, n - (part.start or 0))) for part, n in zip(box, shape, strict=True))
-    return add(box_sums(values[inside(box)], box, shape) for values, box in parts)
-
-
-def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
-    """The sums of one box of a leaf."""
-    words = _words(values)
-    box_shape = values.shape or (1,)
-    starts = [part.start or 0 for part in box] or [0]
-    per_element = words.shape[-1] // max(box_shape[-1], 1)
-    width, per_row = _segments(tuple(shape), per_element)
-    first, num_columns = starts[-1] * per_element, words.shape[-1]
-    words = words.reshape(-1, num_columns) if words.size else words.reshape(0, num_columns)
-    rows = _rows(len(words), box_shape, starts, shape or (1,))
-    total = weighted = 0
-    for start, stop in _cuts(first, first + num_columns, width):
-        by_segment = _by_segment(words[:, start - first : stop - first], width)
-        numbers = np.arange(start // width, start // width + by_segment.shape[1], dtype=np.uint64)
-        numbers = rows[:, None] * np.uint64(per_row) + numbers
-        total += int(np.sum(by_segment))
-        weighted += int(np.sum(by_segment * (2 * numbers + 1)))
-    return total % _MODULUS, weighted % _MODULUS
-
-
-def _segments(shape: tuple[int, ...], per_element: int) -> tuple[int, int]:
-    """The width of a leaf's segments in words, and their number per row."""
-    num_columns = (shape[-1] if shape else 1) * per_element
-    width = _SEGMENT_WORDS if math.prod(shape) * per_element > _SMALL_WORDS else 1
-    return width, -(-num_columns // width)
-
-
-def _words(values: np.ndarray) -> np.ndarray:
-    if values.dtype.name == "float4_e2m1fn":
-        values = values.view(np.uint8) & np.uint8(15)  # the upper bits are not part of the value
-    elif values.dtype.name in ("int2", "uint2", "int4", "uint4"):
-        values = values.astype(np.int8)
-    values = np.ascontiguousarray(values.reshape(1) if values.ndim == 0 else values)
-    return values.view(f"uint{8 * min(values.dtype.itemsize, 4)}")
-
-
-def _cuts(first: int, last: int, width: int) -> list[tuple[int, int]]:
-    """Splits columns into up to three parts: a partial segment, whole segments, and the rest."""
-    whole = min(-(-first // width) * width, last), max(last // width * width, min(-(-first // width) * width, last))
-    return [(start, stop) for start, stop in ((first, whole[0]), whole, (whole[1], last)) if start < stop]
-
-
-def _by_segment(columns: np.ndarray, width: int) -> np.ndarray:
-    """The sums of each segment of each row, for columns that start at a segment."""
-    rows, count = columns.shape
-    pieces = columns.reshape(rows, count // width, width) if count % width == 0 else columns.reshape(rows, 1, count)
-    exact = np.uint32 if columns.itemsize <= 2 else np.uint64  # the narrower one is faster and wide enough
-    return pieces.sum(axis=2, dtype=exact).astype(np.uint64, copy=False)
-
-
-def _rows(count: int, box_shape: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-    """The numbers of the rows of a box among the rows of the leaf."""
-    left = np.arange(count, dtype=np.uint64)
-    numbers, scale = np.zeros(count, np.uint64), 1
-    for size, start, whole in reversed(list(zip(box_shape[:-1], starts, shape, strict=False))):
-        numbers += (left % np.uint64(size) + np.uint64(start)) * np.uint64(scale)
-        left //= np.uint64(size)
-        scale *= whole
-    return numbers

@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
-from jshard.checkpoint.file_io import READ_BYTES, FileSource, MappedBoxes, Range, Read, Slab, changed, reads
+from jshard.checkpoint.file_io import FileSource
+from jshard.checkpoint.file_reads import READ_BYTES, Range, Read, changed, reads
+from jshard.checkpoint.host_memory import MappedBoxes, Slab
 from jshard.checkpoint.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
 
 _MOST_INDEX_BYTES = 1 << 30  # checksums of 32 TiB, or 20 million pieces
@@ -87,8 +89,8 @@ def check_pieces(index: FileIndex, shapes: Sequence[tuple[int, ...]], itemsizes:
     counts = np.ones(len(leaves), np.int64)
     piece_of_limit = np.repeat(np.arange(len(leaves)), ndims)
     np.multiply.at(counts, piece_of_limit, index.stops - index.starts)
-    ends = index.offsets + counts * np.array(itemsizes, np.int64)[leaves]
-    is_outside_file = (index.offsets < 0) | (ends > index.index_begin)
+    stops = index.offsets + counts * np.array(itemsizes, np.int64)[leaves]
+    is_outside_file = (index.offsets < 0) | (stops > index.index_begin)
     if is_outside_file.any():
         raise ValueError("its index has a piece that is not inside of the file")
 
@@ -163,10 +165,10 @@ class _PieceColumns:
         )
 
     def ndim(self, piece: int) -> int:
-        begin = self.begins[piece]
+        first_limit = self.begins[piece]
         if piece + 1 < len(self.begins):
-            return int(self.begins[piece + 1] - begin)
-        return int(len(self.starts) - begin)
+            return int(self.begins[piece + 1] - first_limit)
+        return int(len(self.starts) - first_limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,11 +289,11 @@ class Pieces:
         parts = _parts(want.boxes, pieces.cut, want.shape, itemsize)
         if isinstance(want.out, Slab) and _is_one_range(want.out, pieces, parts):
             first = parts[0].piece
-            whole = Range(int(pieces.offsets[first]), want.out.bytes.nbytes, want.out.bytes.data)
-            yield _FileRange(int(pieces.files[first]), whole)
+            slab_range = Range(int(pieces.offsets[first]), want.out.bytes.nbytes, want.out.bytes.data)
+            yield _FileRange(int(pieces.files[first]), slab_range)
             return
         for part in parts:
-            offset = int(pieces.offsets[part.piece]) + part.begin * itemsize
+            offset = int(pieces.offsets[part.piece]) + part.start * itemsize
             yield _FileRange(int(pieces.files[part.piece]), _range(part, offset, itemsize, want.out))
 
 
@@ -312,9 +314,9 @@ def _range(part: _PiecePart, offset: int, itemsize: int, out: Slab | MappedBoxes
         return Range(offset, num_bytes)
     if part.target is None:
         return Range(offset, num_bytes, then=functools.partial(_scatter, part, out.boxes))
-    begin = part.target.begin * itemsize
+    start = part.target.start * itemsize
     box = _bytes(out.boxes[part.target.box])
-    return Range(offset, num_bytes, box[begin : begin + num_bytes])
+    return Range(offset, num_bytes, box[start : start + num_bytes])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +324,7 @@ class _Target:
     """Where a part goes that is contiguous in its box."""
 
     box: int  # the number of the box
-    begin: int  # the first element in the box
+    start: int  # the first element in the box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +341,7 @@ class _PiecePart:
     """A contiguous run of elements of a piece, and its destination."""
 
     piece: int  # its index among the leaf's pieces
-    begin: int  # the first element in the piece
+    start: int  # the first element in the piece
     count: int  # number of elements
     target: _Target | None = None  # of a direct read; None if the elements are copied
     shape: tuple[int, ...] = ()  # of the elements, if they are copied
@@ -425,7 +427,7 @@ def _of_piece(
     """The parts read of one piece; direct if each box's part is contiguous in both the piece and the box."""
     parts = _direct_parts(piece, box, boxes, overlaps)
     # A range of a file has one destination, so elements that several boxes need are read once and copied.
-    is_shared = any(part.begin + part.count > following.begin for part, following in itertools.pairwise(parts))
+    is_shared = any(part.start + part.count > following.start for part, following in itertools.pairwise(parts))
     if len(parts) == len(overlaps) and not is_shared:
         return parts
     return _copied_parts(piece, box, boxes, overlaps, itemsize)
@@ -435,12 +437,12 @@ def _direct_parts(piece: int, box: Limits, boxes: Sequence[Limits], overlaps: Se
     """Returns the overlaps of a piece that can be read straight into their boxes, in the order of the piece."""
     parts = []
     for overlap in overlaps:
-        begin = _offset_in(box, overlap.limits)
-        target_begin = _offset_in(boxes[overlap.box], overlap.limits)
-        if begin is not None and target_begin is not None:
-            target = _Target(overlap.box, target_begin)
-            parts.append(_PiecePart(piece, begin, size_of(overlap.limits), target))
-    return sorted(parts, key=lambda part: part.begin)
+        start = _offset_in(box, overlap.limits)
+        target_start = _offset_in(boxes[overlap.box], overlap.limits)
+        if start is not None and target_start is not None:
+            target = _Target(overlap.box, target_start)
+            parts.append(_PiecePart(piece, start, size_of(overlap.limits), target))
+    return sorted(parts, key=lambda part: part.start)
 
 
 def _copied_parts(
@@ -449,14 +451,14 @@ def _copied_parts(
     """Returns contiguous parts of a piece that contain all overlaps, with the copies that take these out of them."""
     parts = []
     for tile in _tiles(box, _hull([overlap.limits for overlap in overlaps]), itemsize):
-        begin = _offset_in(box, tile)
-        assert begin is not None
+        start = _offset_in(box, tile)
+        assert start is not None
         copies = []
         for overlap in overlaps:
             common = _common(tile, overlap.limits)
             if common is not None:
                 copies.append(_Copy(overlap.box, _within(boxes[overlap.box], common), _within(tile, common)))
-        parts.append(_PiecePart(piece, begin, size_of(tile), shape=_shape_of(tile), copies=tuple(copies)))
+        parts.append(_PiecePart(piece, start, size_of(tile), shape=_shape_of(tile), copies=tuple(copies)))
     return parts
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import BucketPath, Place
+from jshard.checkpoint.converting import Leaf, Target
 from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
-from jshard.checkpoint.formats import Foreign, NamedSource, SafetensorsSource, check_settings, foreign_source
-from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
+from jshard.checkpoint.formats import FormatSource, NamedSource, Names, check_settings, foreign_source
+from jshard.checkpoint.formats.source import ArraySource, Box, ReadableValue, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
-from jshard.checkpoint.opened import Opened, PackedCheckpoint, is_packed, packed_source
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.packed_reader import PackedCheckpoint, is_packed, packed_source
 from jshard.errors import FourPartError, RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="value")  # what has no type here, and values that were not requested
@@ -35,44 +38,80 @@ class OrbaxCheckpoint(Opened):
     path: Path  # its folder
 
     def __init__(self, path: Path, manifest: Manifest | None, *, verify: bool = True) -> None:
-        self.path, self.manifest, self._verify = path, manifest, verify
-        self._names: dict[str, str] = {}  # stored names that differ from the paths
+        self.path = path
+        self.manifest = manifest
+        self._verify = verify
+        self._names: dict[str, str] = {}  # Orbax's paths of leaves, where they differ from jshard's
         self._check_files()
-        self.leaves = self._from_orbax() if self.manifest is None else self.manifest.leaves
-        self._whole = functools.lru_cache(maxsize=2)(lambda name: self.load({name: self.leaves[name].on_host()})[name])
+        self.leaves = self._described_leaves() if manifest is None else manifest.leaves
+        # Orbax reads whole leaves: without this, each box of a leaf would read all of it.
+        self._whole = functools.lru_cache(maxsize=2)(self._load_whole)
 
-    def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
+    def leaves_for(self, paths: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; also finds leaves whose keys contain slashes, and a single item by its name."""
-        if self.manifest is None and (item := storage.only_item(self.path, asked)):
-            named = {f"{item}/{path}": path for path in self.leaves}
-            self._names |= {ours: self._stored_name(path) for ours, path in named.items()}
-            return {ours: self.leaves[path] for ours, path in named.items()}
-        places = {name: path for path, name in self._names.items()}
-        slashed = {path: places.get(_leaves.unescape(path)) for path in asked if "%2F" in path}
-        found = {path: place for path, place in slashed.items() if place is not None}
-        self._names |= {path: self._names[place] for path, place in found.items()}
-        rest = {path: leaf for path, leaf in self.leaves.items() if path not in found.values()}
-        return rest | {path: self.leaves[place] for path, place in found.items()}
+        if self.manifest is None:
+            item = storage.only_item(self.path, paths)
+            if item:
+                return self._leaves_below(item)
+        return self._leaves_of_slashed_keys(paths)
 
-    def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    def _leaves_below(self, item: str) -> Mapping[str, StoredLeaf]:
+        """Returns the leaves of the only tree, below its name, and records where they are stored."""
+        leaves = {}
+        for path, leaf in self.leaves.items():
+            below_item = f"{item}/{path}"
+            leaves[below_item] = leaf
+            self._names[below_item] = self._stored_name(path)
+        return leaves
+
+    def _leaves_of_slashed_keys(self, paths: Collection[str]) -> Mapping[str, StoredLeaf]:
+        """Returns the leaves, those with a slash in a key at the requested paths, and records where they are stored.
+
+        In Orbax's paths, a slash in a key reads like one between keys. Only a request distinguishes them.
+        """
+        path_of = {name: path for path, name in self._names.items()}
+        unescaped = {}
+        for path in paths:
+            if "%2F" in path:
+                stored_path = path_of.get(_leaves.unescape(path))
+                if stored_path is not None:
+                    unescaped[path] = stored_path
+        self._names |= {path: self._names[stored_path] for path, stored_path in unescaped.items()}
+        moved = set(unescaped.values())
+        leaves = {path: leaf for path, leaf in self.leaves.items() if path not in moved}
+        return leaves | {path: self.leaves[stored_path] for path, stored_path in unescaped.items()}
+
+    def load(self, targets: Mapping[str, Target]) -> dict[str, Leaf]:
         """See `Opened.load`."""
-        # Arrays without elements are only in the manifest.
-        empty = {path: like for path, like in wanted.items() if 0 in getattr(like, "shape", ())}
-        found = {path: _zeros(like) for path, like in empty.items()}
-        full = {self._stored_name(path): like for path, like in wanted.items() if path not in empty}
+        result = {}
+        stored = {}
+        for path, target in targets.items():
+            if 0 in getattr(target, "shape", ()):  # arrays without elements are only in the manifest
+                result[path] = _zeros(target)
+            else:
+                stored[self._stored_name(path)] = target
+        if not stored:
+            return result
         try:
-            loaded = storage.load(self.path, full, plain=self.manifest is None) if full else {}
-            return found | {path: loaded[name] for path in wanted if (name := self._stored_name(path)) in loaded}
+            loaded = storage.load(self.path, stored, plain=self.manifest is None)
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
+        for path in targets:
+            name = self._stored_name(path)
+            if name in loaded:
+                result[path] = loaded[name]
+        return result
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, int | float | str]:
         """See `Opened.values`."""
-        return self.load({name: leaf.on_host() for name, leaf in self.leaves.items() if not leaf.is_array})
+        return self.load({path: leaf.on_host() for path, leaf in self.leaves.items() if not leaf.is_array})
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`; the most recently read leaves are cached whole."""
         return np.array(self._whole(name)[box])
+
+    def _load_whole(self, path: str) -> Leaf:
+        return self.load({path: self.leaves[path].on_host()})[path]
 
     def _check_files(self) -> None:
         try:
@@ -81,26 +120,40 @@ class OrbaxCheckpoint(Opened):
             raise unreadable(self.path, reason(error)) from error
 
     def _stored_name(self, path: str) -> str:
-        """The Orbax path of a leaf; other programs do not escape dots and slashes in keys."""
+        """Returns the Orbax path of a leaf; other programs do not escape dots and slashes in keys."""
         return self._names.get(path, path)
 
-    def _from_orbax(self) -> dict[str, StoredLeaf]:
+    def _described_leaves(self) -> dict[str, StoredLeaf]:
+        """Returns the leaves that Orbax's own metadata describe."""
         try:
-            found, mark = storage.metadata(self.path)
+            metadata, mark = storage.metadata(self.path)
         except FileNotFoundError as error:
             if storage.is_committed(self.path) and not storage.is_committed(self.path.parent):
                 raise unreadable(self.path, "a file that describes it is missing.") from error
             raise no_checkpoint(self.path) from error
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
-        if self._verify and "jshard" in mark:
+        is_by_jshard = "jshard" in mark
+        if self._verify and is_by_jshard:
             do = "copy it again, or restore another one, or this one without checks: verify=False."
             raise _unsealed(self.path, do)
-        leaves = {name: _described(leaf) for name, leaf in found.items()}
-        if "jshard" in mark:
-            return leaves
-        self._names = {"/".join(map(_leaves.escape, name.split("/"))): name for name in leaves}
+        leaves = {name: _described(leaf) for name, leaf in metadata.items()}
+        if is_by_jshard:
+            return leaves  # its paths are escaped already
+        self._names = {_escaped(name.split("/")): name for name in leaves}
         return {path: leaves[name] for path, name in self._names.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _SourceArray:
+    """An array of a source."""
+
+    source: ArraySource
+    name: str
+
+    @property
+    def leaf(self) -> StoredLeaf:
+        return self.source.leaves[self.name]
 
 
 class ForeignCheckpoint(Opened):
@@ -108,74 +161,90 @@ class ForeignCheckpoint(Opened):
 
     path: Path  # its file or folder
 
-    def __init__(self, path: Path, source: Foreign, names: Names | None = None) -> None:
+    def __init__(self, path: Path, source: FormatSource, names: Names | None = None) -> None:
         self.path = path
-        self.notes = source.notes if isinstance(source, SafetensorsSource) else ()
-        self._unnamed: dict[str, str] = {}  # arrays that `names` leaves out: they cannot be restored, only shown
+        self.notes = source.notes
+        self._arrays: dict[str, _SourceArray] = {}
+        self._values: dict[str, ReadableValue] = {}
+        self._read_value = functools.cache(self._uncached_value)  # a value may be a pickle
         if names is None:
-            values: Mapping[str, Any] = source.values
-            self._source: ArraySource = source
-            places = _by_path(path, [*source.leaves, *values])
-            self.absent: Mapping[str, Sequence[str]] = {}
+            self._add_by_path(source)
         else:
-            values = {}
-            named = NamedSource(source, names)
-            self._source = named
-            places = {name: name for name in named.leaves}
-            self.absent = named.absent
-            self._unnamed = {_free_place(name, places): name for name in named.unused}
-        self._stored = source
-        arrays = self._source.leaves
-        self._names = {place: name for place, name in places.items() if name in arrays}
-        self._values = {place: name for place, name in places.items() if name not in arrays}
-        self._value = functools.cache(lambda name: values[self._values[name]].value())
-        leaves = {place: arrays[name] for place, name in self._names.items()}
-        leaves |= {place: source.leaves[name] for place, name in self._unnamed.items()}
+            self._add_named(source, names)
+        leaves = {place: array.leaf for place, array in self._arrays.items()}
         self.leaves = leaves | dict.fromkeys(self._values, _UNREAD)
 
-    def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
+    def _add_by_path(self, source: FormatSource) -> None:
+        """Adds all arrays and values, under the paths that their names read as."""
+        places = _by_path(self.path, [*source.leaves, *source.values])
+        for place, name in places.items():
+            if name in source.leaves:
+                self._arrays[place] = _SourceArray(source, name)
+            else:
+                self._values[place] = source.values[name]
+
+    def _add_named(self, source: FormatSource, names: Names) -> None:
+        """Adds the arrays under the paths of a table of names, and those that it leaves out under their own names."""
+        named = NamedSource(source, names)
+        self.absent = named.absent
+        for path in named.leaves:
+            self._arrays[path] = _SourceArray(named, path)
+        # They cannot be restored, only shown, or reported as surplus.
+        unused = {_unused_place(name, named.leaves): _SourceArray(source, name) for name in named.unused}
+        self._arrays |= unused
+
+    def _uncached_value(self, place: str) -> Any:
+        return self._values[place].value()
+
+    def leaves_for(self, paths: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; requested values other than numbers and strings are not leaves."""
-        wanted = {_without_layers(path) for path in asked}
-        found = {name: type(self._value(name)) for name in self._values if _without_layers(name) in wanted}
-        leaves = {name: leaf for name, leaf in self.leaves.items() if found.get(name, str) in _KINDS}
-        kinds = {name: _KINDS[kind] for name, kind in found.items() if kind in _KINDS}
-        return leaves | {name: StoredLeaf(shape=(), dtype=kind) for name, kind in kinds.items()}
+        requested = {_without_layers(path) for path in paths}
+        leaves = dict(self.leaves)
+        for place in self._values:
+            if _without_layers(place) not in requested:
+                continue  # reading it may take time, and fail
+            kind = _KINDS.get(type(self._read_value(place)))
+            if kind is None:
+                del leaves[place]
+            else:
+                leaves[place] = StoredLeaf(shape=(), dtype=kind)
+        return leaves
 
     def described(self) -> Mapping[str, StoredLeaf]:
         """See `Opened.described`."""
         leaves = dict(self.leaves)
-        for name in self._values:
+        for place in self._values:
             # A value that cannot be read, or may run code, is still listed.
             with contextlib.suppress(CheckpointError):
-                kind = _KINDS.get(type(self._value(name)), _UNREAD.dtype)
-                leaves[name] = StoredLeaf(shape=(), dtype=kind)
+                kind = _KINDS.get(type(self._read_value(place)), _UNREAD.dtype)
+                leaves[place] = StoredLeaf(shape=(), dtype=kind)
         return leaves
 
-    def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    def load(self, targets: Mapping[str, Target]) -> dict[str, Leaf]:
         """See `Opened.load`; host memory holds the boxes of one leaf at a time."""
-        found: dict[str, Any] = {}
-        for name, like in wanted.items():
-            if name in self._values:
-                found[name] = self._value(name)
-            elif isinstance(like, jax.ShapeDtypeStruct):
-                assert like.sharding is not None
-                read = functools.partial(_padded, self, name, like.shape)
-                leaf = jax.make_array_from_callback(like.shape, like.sharding, read)
-                found[name] = jax.block_until_ready(leaf)  # before the next one is read
+        result: dict[str, Leaf] = {}
+        for path, target in targets.items():
+            if path in self._values:
+                result[path] = self._read_value(path)
+            elif isinstance(target, jax.ShapeDtypeStruct):
+                assert target.sharding is not None
+                read = functools.partial(_read_padded, self, path, target.shape)
+                leaf = jax.make_array_from_callback(target.shape, target.sharding, read)
+                # Before the next one is read, as its boxes are on the host until they are copied.
+                result[path] = jax.block_until_ready(leaf)
             else:
-                found[name] = self.read(name, whole(self.leaves[name]))
-        return found
+                result[path] = self.read(path, whole(self.leaves[path]))
+        return result
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
-        if name in self._unnamed:
-            return self._stored.read(self._unnamed[name], box)
-        return self._source.read(self._names[name], box)
+        array = self._arrays[name]
+        return array.source.read(array.name, box)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, int | float | str]:
         """See `Opened.values`; lists that PyTorch keeps beside the arrays are not included."""
-        found = {name: self._value(name) for name in self._values}
-        return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+        values = {place: self._read_value(place) for place in self._values}
+        return {place: value for place, value in values.items() if isinstance(value, int | float | str)}
 
 
 def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = True) -> Opened:
@@ -183,12 +252,12 @@ def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = T
     if isinstance(path, BucketPath):
         return own_checkpoint(path, verify=verify)
     if path.name == FOLDER and is_packed(path.parent):
-        raise no_checkpoint(path)
+        raise no_checkpoint(path)  # the files of a packed checkpoint are safetensors: they would be opened as such
     try:
         source = foreign_source(path)
+    except FourPartError:  # may be an `OSError`, too
+        raise
     except OSError as error:  # of a file that is named or there, and cannot be opened: a link that leads nowhere
-        if isinstance(error, FourPartError):
-            raise
         raise unreadable(error.filename or path, reason(error)) from error
     if source is None:
         return own_checkpoint(path, verify=verify)
@@ -201,6 +270,7 @@ def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | Or
     try:
         manifest = _manifest.read(path, check=verify)
     except RunError:
+        # Without checks, Orbax's own metadata are enough. Packed files cannot be read without a manifest.
         if verify or isinstance(path, BucketPath) or is_packed(path):
             raise
         manifest = None
@@ -214,7 +284,7 @@ def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | Or
 
 
 def _unsealed(path: Path, do: str) -> DamagedError:
-    """The error for a jshard checkpoint that has lost its manifest."""
+    """Makes the error for a jshard checkpoint that has lost its manifest."""
     return DamagedError(
         "The checkpoint cannot be read.",
         where=str(path),
@@ -224,27 +294,36 @@ def _unsealed(path: Path, do: str) -> DamagedError:
 
 
 def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
-    """Stored names by jshard paths: other libraries separate keys by dots; an escaped, exported key stays one key."""
-    keys = {name: name.replace("/", ".").split(".") for name in names}
-    places = {name: "/".join(_leaves.escape(_leaves.unescape(key)) for key in parts) for name, parts in keys.items()}
-    deep = [name for name, place in places.items() if _manifest.is_too_deep(place)]
-    if deep:
-        raise unreadable(path, f"a name has thousands of keys: {printable(deep[0][:100])}")
-    found = {place: name for name, place in places.items()}
-    if len(found) < len(places):
-        twice = [name for name, place in places.items() if found[place] != name]
+    """Returns stored names by the jshard paths that they read as; raises if two of them read the same.
+
+    Other libraries separate keys by dots; an escaped, exported key stays one key.
+    """
+    places = {}
+    for name in names:
+        keys = name.replace("/", ".").split(".")
+        places[name] = _escaped(_leaves.unescape(key) for key in keys)
+    too_deep = [name for name, place in places.items() if _manifest.is_too_deep(place)]
+    if too_deep:
+        raise unreadable(path, f"a name has thousands of keys: {printable(too_deep[0][:100])}")
+    name_of = {place: name for name, place in places.items()}
+    clashes = [name for name, place in places.items() if name_of[place] != name]
+    if clashes:
         raise CheckpointError(
             "Some names in the checkpoint stand for the same path.",
-            where=[str(path), *(f"{name}  and {found[places[name]]}: {places[name]}" for name in twice)],
+            where=[str(path), *(f"{name}  and {name_of[places[name]]}: {places[name]}" for name in clashes)],
             why="both dots and slashes separate the keys of a path.",
             do='restore(path, like, names={"layer/kernel": "layer.kernel"})  # names the one to read\n'
             "To import it, map the names with hf_names(config) in a model file: --model MODEL.py",
         )
-    return found
+    return name_of
 
 
-def _free_place(name: str, places: Collection[str]) -> str:
-    """A stored name, with a remark if a path reads the same."""
+def _escaped(keys: Iterable[str]) -> str:
+    return "/".join(_leaves.escape(key) for key in keys)
+
+
+def _unused_place(name: str, places: Collection[str]) -> str:
+    """Returns a stored name, with a remark if a path reads the same."""
     return f"{name} (not in names)" if name in places else name
 
 
@@ -253,28 +332,32 @@ def _without_layers(path: str) -> str:
 
 
 def _described(leaf: Any) -> StoredLeaf:
-    """Orbax's metadata of a leaf as a `StoredLeaf`."""
+    """Returns Orbax's metadata of a leaf as a `StoredLeaf`."""
     if not hasattr(leaf, "shape"):
         kind = leaf if isinstance(leaf, type) else type(leaf)
         return StoredLeaf(shape=(), dtype="int" if kind is bool else kind.__name__)
     chunk = getattr(getattr(leaf, "storage_metadata", None), "chunk_shape", None)
-    return StoredLeaf(
-        shape=tuple(leaf.shape), dtype=jnp.dtype(leaf.dtype).name, chunk=None if chunk is None else tuple(chunk)
-    )
+    if chunk is not None:
+        chunk = tuple(chunk)
+    return StoredLeaf(shape=tuple(leaf.shape), dtype=jnp.dtype(leaf.dtype).name, chunk=chunk)
 
 
-def _zeros(like: Any) -> Any:
-    if isinstance(like, jax.ShapeDtypeStruct):
-        return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
-    return like
+def _zeros(target: Target) -> Leaf:
+    if isinstance(target, jax.ShapeDtypeStruct):
+        return jax.device_put(jnp.zeros(target.shape, target.dtype), target.sharding)
+    return target
 
 
-def _padded(source: Opened, name: str, shape: tuple[int, ...], box: Box | None) -> np.ndarray:
-    """A box of a stored array, with zeros beyond its end."""
-    stored = source.leaves[name].shape
-    if shape == stored:
+def _read_padded(source: Opened, name: str, shape: tuple[int, ...], box: Box | None) -> np.ndarray:
+    """Reads a box of a stored array, with zeros beyond its end."""
+    stored_shape = source.leaves[name].shape
+    if shape == stored_shape:
         return source.read(name, box or ())
-    limits = bounds(box or (), shape)
-    inside = tuple(slice(min(start, n), min(stop, n)) for (start, stop), n in zip(limits, stored, strict=True))
-    beyond = [(0, stop - start - (i.stop - i.start)) for (start, stop), i in zip(limits, inside, strict=True)]
-    return np.pad(source.read(name, inside), beyond)
+    stored_box = []
+    padding = []
+    for (start, stop), size in zip(bounds(box or (), shape), stored_shape, strict=True):
+        stored_start = min(start, size)
+        stored_stop = min(stop, size)
+        stored_box.append(slice(stored_start, stored_stop))
+        padding.append((0, (stop - start) - (stored_stop - stored_start)))
+    return np.pad(source.read(name, tuple(stored_box)), padding)

@@ -15,10 +15,12 @@ from jshard._processes import exchange, is_primary
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, place_of, steps_in
+from jshard.checkpoint.pending import LOOK_S, Pending
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import LOOK_S, TIMEOUT_S, Format, Pending, SaveOperation, checked_format
-from jshard.checkpoint.series_store import check_shared, is_shown, store_of, warn
+from jshard.checkpoint.restore_operation import Extra, Missing, RestoreOperation
+from jshard.checkpoint.saving import TIMEOUT_S, Format, SaveOperation, checked_format
+from jshard.checkpoint.series_store import store_of, warn
+from jshard.checkpoint.shared_folder import check_shared, is_shown
 from jshard.errors import RunError
 
 
@@ -47,7 +49,8 @@ class Keep:
     higher_is_better: bool = False
 
     def __post_init__(self) -> None:
-        if self.last < 1 or self.best < 0 or (self.every is not None and self.every < 1):
+        is_interval = self.every is None or self.every >= 1
+        if self.last < 1 or self.best < 0 or not is_interval:
             raise CheckpointError(
                 "The rule for old checkpoints is invalid.",
                 where=f"Keep(last={self.last}, every={self.every}, best={self.best})",
@@ -57,19 +60,32 @@ class Keep:
             )
 
     def stay(self, steps: Collection[int], metrics: Mapping[int, Mapping[str, float]], *, written: int) -> set[int]:
-        """The steps to keep."""
-        newest = [*sorted(step for step in steps if step != written)[max(0, len(steps) - self.last) :], written]
-        regular = {step for step in steps if self.every is not None and step % self.every == 0}
-        known = [step for step in steps if math.isfinite(self._worth(metrics.get(step, {})))]
-        best = sorted(known, key=lambda step: (self._worth(metrics[step]), step), reverse=True)[: self.best]
-        return {*newest, *regular, *best}
+        """Returns the steps to keep.
 
-    def _worth(self, metrics: Mapping[str, float]) -> float:
+        Args:
+            steps: all of the series, with the newest.
+            metrics: of the steps, by step.
+            written: the one just written, which stays even if there are later steps, as after going back.
+        """
+        older = sorted(step for step in steps if step != written)
+        kept_steps = {written, *older[max(0, len(steps) - self.last) :]}
+        if self.every is not None:
+            kept_steps |= {step for step in steps if step % self.every == 0}
+        ranks = {}
+        for step in steps:
+            rank = self._rank(metrics.get(step, {}))
+            if math.isfinite(rank):
+                ranks[step] = rank
+        best_first = sorted(ranks, key=lambda step: (ranks[step], step), reverse=True)
+        return kept_steps | set(best_first[: self.best])
+
+    def _rank(self, metrics: Mapping[str, float]) -> float:
+        """Returns a number that is higher for a better checkpoint; NaN if its metric is unknown."""
         value = metrics.get(self.metric, math.nan)
         return value if self.higher_is_better else -value
 
 
-_MEETING_S = 2.0  # the longest exchange about a failure
+_EXCHANGE_S = 2.0  # the longest exchange about a failure
 
 
 class Checkpointer:
@@ -115,10 +131,12 @@ class Checkpointer:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.folder = place_of(folder)
-        self._files = store_of(self.folder)
+        self._store = store_of(self.folder)
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
-        self.every, self.timeout_s = every, timeout_s
-        if (every is not None and every < 1) or on_failure not in ("raise", "warn"):
+        self.every = every
+        self.timeout_s = timeout_s
+        is_interval = every is None or every >= 1
+        if not is_interval or on_failure not in ("raise", "warn"):
             raise CheckpointError(
                 "The series has an invalid argument.",
                 where=f"every={every}, on_failure={on_failure!r}",
@@ -127,13 +145,13 @@ class Checkpointer:
             )
         self._on_failure = on_failure
         self._format: Format = checked_format(format, self.folder)
+        self.completed: int | None = None
         self._pending: Pending | None = None
         self._saving: SaveOperation | None = None  # the work of the pending save
-        self._look_at = 0.0
+        self._next_look_s = 0.0  # when to look again for a failure of another process
         self._given_up: Pending | None = None  # still running after a wait timed out
-        self.completed: int | None = None
         self._restores: list[dict[str, Any]] = []  # recorded with the next save: a reader does not change the folder
-        self._passed_over: set[int] = set()  # found damaged by a restore that fell back to an older one
+        self._damaged_steps: set[int] = set()  # found by a restore that fell back to an older one
         self._was_checked = False  # whether all processes see the folder
 
     def __enter__(self) -> Checkpointer:
@@ -148,45 +166,46 @@ class Checkpointer:
                 raise
             warn(str(error))  # another error is being raised
         finally:
-            self._files.release()
+            self._store.release()
 
     def path(self, step: int) -> Place:
-        """The path of the checkpoint of a step, existing or not."""
+        """Returns the path of the checkpoint of a step, existing or not."""
         return self.folder / str(step)
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
+        """Returns the steps with a complete checkpoint, oldest first."""
         return steps_in(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is complete with all its files; one warning names others."""
-        unreadable = []
+        """Returns the newest step whose checkpoint is complete with all its files; one warning names others."""
+        damaged = []
         latest = None
         for step in reversed(self.steps()):
-            if (why := self._files.damage(step)) is None:
+            damage = self._store.damage(step)
+            if damage is None:
                 latest = step
                 break
-            unreadable.append(f"{self.path(step)}: {why}")
-        if unreadable:
-            warn("these checkpoints are damaged and ignored:\n  " + "\n  ".join(unreadable))
+            damaged.append(f"{self.path(step)}: {damage}")
+        if damaged:
+            warn("these checkpoints are damaged and ignored:\n  " + "\n  ".join(damaged))
         return latest
 
     def agreed_latest(self) -> int | None:
-        """The newest step that the first process sees; every process calls it, and all get the same result.
+        """Returns the newest step that the first process sees; every process calls it, and all get the same result.
 
         A network file system may show the others an older state of the folder; they wait up to a minute to see
         that step.
         """
-        seen = self.latest() if is_primary() else None
-        latest = exchange(f"latest {self.folder.name}", seen, timeout_s=self.timeout_s)[0]
+        latest_here = self.latest() if is_primary() else None
+        latest = exchange(f"latest {self.folder.name}", latest_here, timeout_s=self.timeout_s)[0]
         is_shown(lambda: latest in (None, *self.steps()))
         return latest
 
     def should_save(self, step: int) -> bool:
-        """Whether a save is due by the interval, and the step has no good checkpoint yet."""
+        """Returns whether a save is due by the interval, and the step has no good checkpoint yet."""
         if self.every is None or step % self.every != 0:
             return False
-        return step not in self.steps() or step in self._passed_over or self._files.damage(step) is not None
+        return step not in self.steps() or step in self._damaged_steps or self._store.damage(step) is not None
 
     def save(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> Place:
         """Writes the checkpoint of a step and returns when it is on the disk; every process calls it.
@@ -225,11 +244,11 @@ class Checkpointer:
         """
         step = _checked(step)
         self.wait()
-        with self._as_asked():
+        with self._failure_policy():
             self._start(step, state, metrics)
 
     @contextlib.contextmanager
-    def _as_asked(self) -> Iterator[None]:
+    def _failure_policy(self) -> Iterator[None]:
         """Turns a failed save into a warning if `on_failure` is "warn", unless the save is stuck."""
         try:
             yield
@@ -247,7 +266,7 @@ class Checkpointer:
         if self._pending is not None and self._pending.is_done():
             self.wait()
         elif self._pending is not None:
-            self._hear(self._pending)
+            self._raise_failure_of_others(self._pending)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until no save is pending.
@@ -258,15 +277,17 @@ class Checkpointer:
         Raises:
             RunError: it failed, or did not end in time; older checkpoints are unchanged.
         """
-        with self._as_asked():
-            self._end(2 * self.timeout_s if timeout_s is None else timeout_s)
+        if timeout_s is None:
+            timeout_s = 2 * self.timeout_s
+        with self._failure_policy():
+            self._end(timeout_s)
 
     def _end(self, timeout_s: float) -> None:
         pending = self._pending
         if pending is None:
             return
         try:
-            pending.wait(timeout_s, look=lambda: self._hear(pending))
+            pending.wait(timeout_s, look=lambda: self._raise_failure_of_others(pending))
         finally:
             if pending.is_done():
                 self._pending = self._saving = None
@@ -303,22 +324,24 @@ class Checkpointer:
             RunError: it is damaged. The message lists the others.
         """
         self.wait()
-        steps = [old for old in self.steps() if step is None or old <= step]
-        if not steps or step not in (None, steps[-1]):
+        candidates = [old for old in self.steps() if step is None or old <= step]
+        if not candidates or step not in (None, candidates[-1]):
             raise no_such_step(self.folder, step)
         while True:
-            step = steps.pop()
+            step = candidates.pop()
             try:
                 opened = own_checkpoint(self.path(step), verify=verify)
-                restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra)
+                restoring = RestoreOperation(opened, like, only=only, rename=rename, missing=missing, extra=extra)
                 restored = restoring.run(verify=verify, timeout_s=self.timeout_s)
             except RunError as error:
-                if not (fall_back and steps) or isinstance(error, BucketError):
+                can_fall_back = fall_back and candidates
+                if not can_fall_back or isinstance(error, BucketError):  # which says nothing about the checkpoint
                     raise not_read(self.path(step), self.steps(), error) from error
-                self._passed_over.add(step)
+                older = candidates[-1]
+                self._damaged_steps.add(step)
                 warn(
-                    f"checkpoint {self.path(step)} is damaged; going back to step {steps[-1]}.\n{error}\n"
-                    f"It is renamed when its step is saved again, or at once by set_aside_newer({steps[-1]})."
+                    f"checkpoint {self.path(step)} is damaged; going back to step {older}.\n{error}\n"
+                    f"It is renamed when its step is saved again, or at once by set_aside_newer({older})."
                 )
             else:
                 self._restores.append({"kind": "restore", "step": step, **restoring.record})
@@ -332,12 +355,14 @@ class Checkpointer:
         Args:
             step: the restored step; every process calls it.
         """
-        for newer in [*self.steps(), *incomplete_in(self.folder)] if is_primary() else []:
+        if not is_primary():
+            return
+        for newer in [*self.steps(), *incomplete_in(self.folder)]:
             if newer > step:
-                self._files.set_aside(newer)
+                self._store.set_aside(newer)
 
     def _start(self, step: int, state: Any, metrics: Mapping[str, float] | None) -> None:
-        """The part of a save that training waits for."""
+        """Does the part of a save that training waits for."""
         path = self.path(step)
         try:
             if not self._was_checked:
@@ -350,65 +375,69 @@ class Checkpointer:
                 metrics=metrics,
                 timeout_s=self.timeout_s,
                 format=self._format,
-                prepare=lambda: self._files.begin(step, is_damaged=step in self._passed_over),
-                check=self._files.check,
+                prepare=lambda: self._store.begin(step, is_damaged=step in self._damaged_steps),
+                check=self._store.check,
             )
         except RunError as error:
             self._failed(step, error)
             raise not_written(path, self.steps(), error) from error
-        self._passed_over.discard(step)
+        self._damaged_steps.discard(step)
         self._saving = saving
         self._pending = Pending(str(path), lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
 
-    def _hear(self, pending: Pending) -> None:
+    def _raise_failure_of_others(self, pending: Pending) -> None:
         """Raises a write failure of another process, for which this one's part of the save would wait."""
-        if self._on_failure != "raise" or self._saving is None or time.monotonic() < self._look_at:
+        if self._on_failure != "raise" or self._saving is None or time.monotonic() < self._next_look_s:
             return
-        self._look_at = time.monotonic() + LOOK_S
+        self._next_look_s = time.monotonic() + LOOK_S
         # Most failures reach all processes in an exchange, but Orbax's wait for another process cannot be ended.
-        if (error := self._saving.failure()) is None or pending.ends_within(_MEETING_S):
+        error = self._saving.failure()
+        if error is None or pending.ends_within(_EXCHANGE_S):
             return
         pending.give_up()
         self._given_up = pending
         raise not_written(self._saving.path, self.steps(), error)
 
     def _finish(self, saving: SaveOperation, step: int) -> None:
-        """The part of a save that runs while training continues."""
+        """Does the part of a save that runs while training continues."""
         try:
             saving.finish()
         except RunError as error:
             self._failed(step, error)
             raise not_written(self.path(step), self.steps(), error) from error
         self.completed = step
-        self._note({"kind": "save", "step": step, **saving.record})
+        self._add_to_history({"kind": "save", "step": step, **saving.record})
         if is_primary():
             self._delete_old(written=step)
 
     def _delete_old(self, *, written: int) -> None:
         """Deletes the checkpoints written by the series that no rule keeps."""
-        begun = self._files.begun()
-        ours = {written, *(old for old in self.steps() if old in begun)}
-        metrics = {old: self._files.metrics(old) for old in ours} if self.keep.best else {}
-        for old in ours - self.keep.stay(ours, metrics, written=written):
+        begun = self._store.begun()
+        steps = {written, *(step for step in self.steps() if step in begun)}
+        metrics: dict[int, Mapping[str, float]] = {}
+        if self.keep.best:  # which means to read all manifests
+            metrics = {step: self._store.metrics(step) for step in steps}
+        for old in steps - self.keep.stay(steps, metrics, written=written):
             try:
-                self._files.delete(old)
+                self._store.delete(old)
             except OSError as error:
                 warn(f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}")
 
     def _failed(self, step: int, error: RunError) -> None:
         if is_primary():
-            self._files.abandon(step)  # immediately: the disk may be full
-        self._note({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
+            self._store.abandon(step)  # immediately: the disk may be full
+        self._add_to_history({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
 
-    def _note(self, record: Mapping[str, Any]) -> None:
-        noted, self._restores = [*self._restores, record], []
+    def _add_to_history(self, record: Mapping[str, Any]) -> None:
+        records = [*self._restores, record]
+        self._restores = []
         if is_primary():
-            for each in noted:
-                self._files.note(each)
+            for record in records:
+                self._store.add_to_history(record)
 
 
 def _checked(step: Any) -> int:
-    """A step as an int for its folder's name, checked before other processes are involved."""
+    """Returns a step as an int for its folder's name, checked before other processes are involved."""
     try:
         number = operator.index(step)
     except TypeError:

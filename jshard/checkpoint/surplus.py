@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.matching import EMBEDDING, HEAD, is_in, layers_of, stacks
+from jshard.checkpoint.matching import is_in, layers_of, stacks
 from jshard.checkpoint.opened import Opened
+
+HEAD = re.compile(r"(^|[/._])((lm_)?head|output|unembed\w*)([/.]|$)")
+EMBEDDING = re.compile(r"emb|wte|tokens|shared")
 
 # What a training state has beside the model, by the first key. Other libraries save it without a name for the model.
 _BESIDE_A_MODEL = frozenset(
@@ -18,12 +21,12 @@ _BESIDE_A_MODEL = frozenset(
     "lr_scheduler lr_schedulers dataloader data_loader train_state rng rngs rng_state step epoch".split()
 )
 _OPTIMIZER = "opt_state"  # of `nnx.Optimizer` and of Linen's TrainState, wherever they are
-_MOST_COPIES = 8  # surplus arrays that are compared with those that are read
+_MAX_COPIES = 8  # surplus arrays that are compared with those that are read
 _COPY_BYTES = 64 << 20  # of them compared at a time
 
 
 def not_parameters(stored: Mapping[str, StoredLeaf], root: str) -> set[str]:
-    """The stored paths below a root that cannot be parameters: optimizer state, counters, random keys, text."""
+    """Returns the stored paths below a root that cannot be parameters: optimizer state, counters, random keys, text."""
     return {path for path in stored if is_in(root, path) and not _may_be_parameter(path, root, stored)}
 
 
@@ -38,58 +41,71 @@ def _may_be_parameter(path: str, root: str, stored: Mapping[str, StoredLeaf]) ->
     if is_counter:
         return False
     # Orbax stores a random key of nnx as plain numbers, beside its counter.
-    above = path.rpartition("/")[0]
-    return not (path == f"{above}/key" and f"{above}/count" in stored)
+    parent = path.rpartition("/")[0]
+    is_key_of_nnx = path == f"{parent}/key" and f"{parent}/count" in stored
+    return not is_key_of_nnx
 
 
 def places(path: str, stored: Mapping[str, StoredLeaf]) -> Iterator[str]:
-    """The stored paths that hold a leaf of this path, whole, as a layer of a stack, or layer by layer."""
+    """Yields the stored paths that hold a leaf of this path, whole, as a layer of a stack, or layer by layer."""
     if path in stored:
         yield path
     for stack, _ in stacks(path):
         if stack in stored:
             yield stack
     keys = path.split("/")
-    for place in range(len(keys), 0, -1):
-        yield from layers_of(keys[:place], keys[place:], stored)
+    for position in range(len(keys), 0, -1):
+        yield from layers_of(keys[:position], keys[position:], stored)
 
 
 def copies(opened: Opened, surplus: Collection[str], used: Collection[str]) -> dict[str, str]:
-    """Surplus heads and embeddings that are copies of an embedding that is read: PyTorch stores tied weights twice.
+    """Returns surplus heads and embeddings that are copies of an embedding that is read, with the path of that one.
 
-    Only these are tied in practice. Any two other arrays may have equal numbers, such as layers that begin as zeros.
-    Values are read only if every surplus array may be a copy: otherwise the restore fails whatever they are.
+    PyTorch stores tied weights twice. Only these are tied in practice. Any two other arrays may have equal numbers,
+    such as layers that begin as zeros. Values are read only if every surplus array may be a copy: otherwise the restore
+    fails whatever they are.
     """
-    stored = opened.leaves
-    if not surplus or len(surplus) > _MOST_COPIES:
+    if len(surplus) > _MAX_COPIES:
         return {}
-    embeddings = [name for name in used if EMBEDDING.search(name)]
-    may_be_tied = all(HEAD.search(name) or EMBEDDING.search(name) for name in surplus)
-    alike = {name: [other for other in embeddings if _are_alike(stored[name], stored[other])] for name in surplus}
-    if not may_be_tied or not all(alike.values()):
+    candidates = {path: _possible_originals(path, used, opened.leaves) for path in surplus}
+    if not all(candidates.values()):
         return {}
-    pairs: dict[str, str] = {}
-    for name, others in alike.items():
-        same = next((other for other in others if _are_equal(opened, name, other)), None)
-        if same is not None:
-            pairs[name] = same
-    return pairs
+    originals = {}
+    for path, embeddings in candidates.items():
+        for embedding in embeddings:
+            if _are_equal(opened, path, embedding):
+                originals[path] = embedding
+                break
+    return originals
 
 
-def _are_alike(surplus: StoredLeaf, used: StoredLeaf) -> bool:
-    """Whether the numbers of two arrays may be the same, of which the second may be transposed."""
+def _possible_originals(surplus: str, used: Collection[str], stored: Mapping[str, StoredLeaf]) -> list[str]:
+    """Returns the embeddings that a surplus leaf may be a copy of; none if it is no head or embedding itself."""
+    if not HEAD.search(surplus) and not EMBEDDING.search(surplus):
+        return []
+    return [path for path in used if EMBEDDING.search(path) and _may_be_equal(stored[surplus], stored[path])]
+
+
+def _may_be_equal(surplus: StoredLeaf, used: StoredLeaf) -> bool:
+    """Returns whether the numbers of two arrays may be the same, of which the second may be transposed."""
     is_matrix = len(surplus.shape) == 2
     return is_matrix and surplus.dtype == used.dtype and used.shape in (surplus.shape, surplus.shape[::-1])
 
 
 def _are_equal(opened: Opened, surplus: str, used: str) -> bool:
-    """Compares box by box, up to the first difference."""
+    """Compares two arrays box by box, up to the first difference."""
     is_transposed = opened.leaves[surplus].shape != opened.leaves[used].shape
     for box in opened.boxes(surplus, _COPY_BYTES):
         numbers = opened.read(surplus, box)
-        other = opened.read(used, box[::-1] if is_transposed else box)
+        used_box = box[::-1] if is_transposed else box
+        used_numbers = opened.read(used, used_box)
         if is_transposed:
-            other = other.T
-        if not np.array_equal(np.ascontiguousarray(numbers).view(np.uint8), np.ascontiguousarray(other).view(np.uint8)):
+            used_numbers = used_numbers.T
+        if not np.array_equal(_bytes(numbers), _bytes(used_numbers)):
             return False
     return True
+
+
+def _bytes(numbers: np.ndarray) -> np.ndarray:
+    # A copy of NaN is a copy, too.
+    return np.ascontiguousarray(numbers).view(np.uint8)

@@ -39,8 +39,8 @@ COMMANDS = {
 _NOTE = "--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error. --version prints the version."
 
 _DEBUG = "JSHARD_DEBUG"
-_PACKAGES = "tyro", "grain", "matplotlib"  # of the extra "train"
-_SHORTENED = "JAX_TRACEBACK_FILTERING", "grain_py_traceback_filtering"  # in notes that a traceback was shortened
+_PACKAGES = ("tyro", "grain", "matplotlib")  # of the extra "train"
+_SHORTENED = ("JAX_TRACEBACK_FILTERING", "grain_py_traceback_filtering")  # in notes that a traceback was shortened
 
 # XLA:CPU aborts the process when simulated devices reach a collective too late, as on a busy machine.
 _XLA_CPU_FLAGS = (
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.suppress(BrokenPipeError):
                 print(end="", flush=True)  # now: a full disk is an error of the command
             return code
-        except SystemExit:  # of the parser: it has printed its message, or the help
+        except SystemExit:  # of the parser, which has printed the help
             raise
         except BaseException as error:
             code = _report(error, arguments)
@@ -96,110 +96,173 @@ def _debug_in_environment(debug: bool) -> Iterator[None]:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help") or list(argv) == ["help"]:
-        print(usage("jshard", COMMANDS, _NOTE), file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
-    name, *rest = argv if argv[0] != "help" else [*argv[1:], "--help"]
+    if not argv:
+        print(usage("jshard", COMMANDS, _NOTE), file=sys.stderr)
+        return 2
+    if argv[0] in ("-h", "--help") or list(argv) == ["help"]:
+        print(usage("jshard", COMMANDS, _NOTE))
+        return 0
+    name, *rest = argv
+    if name == "help":
+        name, *rest = [*rest, "--help"]
     if name in ("version", "--version"):
         print(f"jshard {__version__}")
         return 0
-    given = os.environ.get("XLA_FLAGS", "")
-    missing = [flag for flag in _XLA_CPU_FLAGS if flag.partition("=")[0] not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    _set_xla_flags()
     _compat.hide_useless_cuda()
     return _command(name, rest)(rest)
 
 
+def _set_xla_flags() -> None:
+    """Adds our flags to those of the user, who may have set some of them to other values."""
+    of_user = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in _XLA_CPU_FLAGS if flag.partition("=")[0] not in of_user]
+    os.environ["XLA_FLAGS"] = " ".join([of_user, *missing]).strip()
+
+
+def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    if name not in COMMANDS:
+        raise no_command("jshard", name, rest, COMMANDS)
+    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise MissingExtraError(
+            f"{', '.join(missing)} is not installed.",
+            where=f"jshard {name}",
+            why="the library does not need it; this command needs the extra 'train'.",
+            do="pip install 'jshard[train]'",
+        )
+    with loading():
+        return importlib.import_module(f"jshard.cli.{name}").run
+
+
+# Errors.
+
+
 def _report(error: BaseException, argv: Sequence[str]) -> int:
     """Prints an error; returns its exit code."""
-    import jax  # here: the processes that read data import this module, too
-
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return 1
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-        error = _out_of_memory(error, argv)
-    error = _of_model_file(error) or _of_the_system(error) or error
-    is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
+    error = _in_four_parts(error, argv)
     with contextlib.suppress(BrokenPipeError):
-        if os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain:
-            # Needed for an error in the user's file or in ours.
-            print(printable("".join(traceback.format_exception(error)), keep="\n\t"), end="", file=sys.stderr)
-        if isinstance(error, FourPartError):
-            notes = [note for note in getattr(error, "__notes__", ()) if not any(name in note for name in _SHORTENED)]
-            notes = [printable(note, keep="\n\t") for note in notes]
-            print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
-        elif isinstance(error, KeyboardInterrupt):
-            print("\ninterrupted", file=sys.stderr)
-    return 130 if isinstance(error, KeyboardInterrupt) else 2 if is_request(error) else 1
+        _print_error(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if is_request(error) else 1
+
+
+def _print_error(error: BaseException) -> None:
+    is_explained = isinstance(error, FourPartError | KeyboardInterrupt)
+    is_debugging = os.environ.get(_DEBUG, "0") not in ("", "0")
+    if is_debugging or not is_explained:
+        # An error without four parts is one in the user's file or in ours, and needs its traceback.
+        print(printable("".join(traceback.format_exception(error)), keep="\n\t"), end="", file=sys.stderr)
+    if isinstance(error, FourPartError):
+        notes: list[str] = []
+        for note in getattr(error, "__notes__", ()):
+            if not any(name in note for name in _SHORTENED):
+                notes.append(printable(note, keep="\n\t"))
+        print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print("\ninterrupted", file=sys.stderr)
 
 
 def _wrapped(text: str) -> str:
-    """The text of an error. On a terminal its sentences wrap between words; places and lines to paste stay whole."""
-    lines, part = [], "what"
+    """Returns the text of an error. On a terminal sentences wrap between words; what is to be copied stays whole."""
+    lines: list[str] = []
+    part = "what"
     for line in text.splitlines():
-        if head := re.match(r"  (where|why|do): ", line):
+        head = re.match(r"  (where|why|do): ", line)
+        if head is not None:
             part = head[1]
-        indent = "" if part == "what" else " " * 9
-        lines.append(fitted(line, sys.stderr, indent=indent) if part in ("what", "why") else line)
+        if part == "what":
+            lines.append(fitted(line, sys.stderr))
+        elif part == "why":
+            lines.append(fitted(line, sys.stderr, indent=" " * 9))
+        else:  # places, and lines to paste
+            lines.append(line)
     return "\n".join(lines)
 
 
+def _in_four_parts(error: BaseException, argv: Sequence[str]) -> BaseException:
+    """Returns the four-part form of an error; the error itself if it has none."""
+    import jax  # here: the processes that read data import this module, too
+
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        return _out_of_memory(error, argv)
+    return _of_model_file(error) or _of_the_system(error) or error
+
+
+def _caused_by(error: BaseException, explained: RunError) -> RunError:
+    """Returns the four-part form of an error, with the error as its cause, and its notes, such as how to continue."""
+    explained.__cause__ = error
+    explained.__notes__ = getattr(error, "__notes__", [])
+    return explained
+
+
 def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
-    plain = RunError(
+    first_line, *_ = str(error).splitlines()
+    explained = RunError(
         "The devices are out of memory.",
         where=shlex.join(["jshard", *argv]),
-        why=next(iter(str(error).splitlines())),
+        why=first_line,
         do="shard over more devices: --mesh fsdp=N with a larger N;\n"
         "or fewer sequences at a time: --set accumulate=2 (the same batch in two microbatches), --set batch_size=N;\n"
         'or keep less for the backward pass: js.fully_shard(block, mesh=mesh, remat="full") in annotate.\n'
         "--dry-run  # prints the bytes that the plan needs",
     )
-    plain.__cause__ = error
-    plain.__notes__ = getattr(error, "__notes__", [])  # how to continue
-    return plain
+    return _caused_by(error, explained)
 
 
 def _of_model_file(error: BaseException) -> RunError | None:
-    """The four-part form of an error that the user's model file raised; None for any other."""
-    from jshard.data.worker_pool import MODEL_FILE  # here: it imports numpy
-
+    """Returns the four-part form of an error that the user's model file raised; None for any other."""
     if isinstance(error, FourPartError) or not isinstance(error, Exception):
         return None
-    frames = [
-        (frame.f_globals.get("__name__", ""), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    own = [(frame.f_code, line) for module, frame, line in frames if module.startswith(MODEL_FILE)]
-    is_ours = frames and frames[-1][0].startswith("jshard.")  # a fault of the library, which its traceback shows
-    if not own or is_ours:
+    places, is_ours = _places_in_model_file(error)
+    if not places or is_ours:
         return None
-    plain = RunError(
+    explained = RunError(
         "The model file raised an error.",
-        where=[f"{code.co_filename}, line {line}, in {code.co_name}" for code, line in own],
+        where=places,
         why=f"{type(error).__name__}: {error}",
         do="correct it; --debug shows the whole traceback.",
     )
-    plain.__cause__ = error
-    plain.__notes__ = getattr(error, "__notes__", [])
-    return plain
+    return _caused_by(error, explained)
+
+
+def _places_in_model_file(error: BaseException) -> tuple[list[str], bool]:
+    """Returns the lines of the model file in a traceback, and whether it ends in this library, which is at fault."""
+    from jshard.data.worker_pool import MODEL_FILE  # here: it imports numpy
+
+    places: list[str] = []
+    module = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(MODEL_FILE):
+            code = frame.f_code
+            places.append(f"{code.co_filename}, line {line}, in {code.co_name}")
+    return places, module.startswith("jshard.")
 
 
 def _of_the_system(error: BaseException) -> RunError | None:
-    """The four-part form of an error of a disk or file; None for any other."""
-    if not isinstance(error, OSError) or isinstance(error, FourPartError | ConnectionError) or error.strerror is None:
+    """Returns the four-part form of an error of a disk or file; None for any other."""
+    if not isinstance(error, OSError) or isinstance(error, FourPartError | ConnectionError):
         return None
-    plain = RunError(
+    if error.strerror is None:  # a library raised it with a text of its own
+        return None
+    explained = RunError(
         "A file could not be read or written.",
         where=str(error.filename or "standard output, or a file without a name"),
         why=f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}).",
         do="make room on the disk, or name another file; --debug shows where it failed.",
     )
-    plain.__cause__ = error
-    plain.__notes__ = getattr(error, "__notes__", [])
-    return plain
+    return _caused_by(error, explained)
+
+
+# Standard output.
 
 
 def _nobody_reads() -> bool:
-    """Whether stdout is a pipe closed by its reader, as in `jshard ... | head`."""
+    """Returns whether stdout is a pipe closed by its reader, as in `jshard ... | head`."""
     try:
         print(flush=True)
     except OSError:
@@ -218,50 +281,40 @@ def _flush_stdout() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
-    if name not in COMMANDS:
-        raise no_command("jshard", name, rest, COMMANDS)
-    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
-    if missing:
-        raise MissingExtraError(
-            f"{', '.join(missing)} is not installed.",
-            where=f"jshard {name}",
-            why="the library does not need it; this command needs the extra 'train'.",
-            do="pip install 'jshard[train]'",
-        )
-    with loading():
-        return importlib.import_module(f"jshard.cli.{name}").run
+# Help.
 
 
 def usage(program: str, commands: Mapping[str, str], note: str) -> str:
-    """The help of a program with commands, wrapped between words like that of the commands themselves.
+    """Returns the help of a program with commands, wrapped between words like that of the commands themselves.
 
     Args:
         program: its name.
         commands: a summary of each command.
         note: a last sentence.
     """
-    columns = shutil.get_terminal_size().columns
     margin = max(map(len, commands)) + 4
+    lines = [_filled(f"usage: {program} COMMAND [ARGUMENTS], or {program} COMMAND --help", indent=7), "", "commands:"]
+    for name, summary in commands.items():
+        lines.append(_filled(f"  {name}".ljust(margin) + summary, indent=margin))
+    lines += ["", _filled(note, indent=0)]
+    return "\n".join(lines)
 
-    def wrapped(text: str, indent: int) -> str:
-        return textwrap.fill(
-            text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-        )
 
-    head = wrapped(f"usage: {program} COMMAND [ARGUMENTS], or {program} COMMAND --help", 7)
-    lines = [wrapped(f"  {name}".ljust(margin) + summary, margin) for name, summary in commands.items()]
-    return "\n".join([head, "", "commands:", *lines, "", wrapped(note, 0)])
+def _filled(text: str, *, indent: int) -> str:
+    """Returns a text wrapped between words, with an indent from its second line on."""
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def no_command(program: str, name: str, rest: Sequence[str], commands: Iterable[str]) -> ShardingError:
-    """The error for an unknown command, with the nearest one."""
+    """Returns the error for an unknown command, with the nearest one."""
     near = difflib.get_close_matches(name, commands, n=1)
+    command = [*program.split(), near[0], *rest] if near else [*program.split(), "--help"]
     return ShardingError(
         f"There is no command {name!r}.",
         where=f"{program} {name}",
         why=f"the commands are {', '.join(commands)}.",
-        do=shlex.join([*program.split(), near[0], *rest]) if near else f"{program} --help",
+        do=shlex.join(command),
     )
 
 

@@ -12,43 +12,63 @@ from jshard._parsing import check_writable_values, parse_json, parse_toml, shown
 from jshard._paths import expanded
 from jshard.errors import ShardingError, UnsafeFileError
 
-_OPTIONS = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
-# Options that say what a command does now, or that the keys of "recipe" set.
+_OPTION_OF_KEY = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
+_NOT_OPTIONS = frozenset(["model_file", "recipe", "versions"])  # the settings in "recipe" are read by `request_of`
+
 NOT_IN_FILES = frozenset("model recipe set steps seed auto resume config dry_run print_config".split())
+"""Options that say what a command does now, or that the keys of "recipe" set."""
+
+
+def option_of(name: str) -> str:
+    """Returns the option for a field of the arguments: `--held-out` for "held_out"."""
+    return f"--{name.replace('_', '-')}"
 
 
 def with_config(argv: Sequence[str], options: Collection[str], *, known: Collection[str]) -> list[str]:
-    """The arguments, completed from the file in `--config`.
+    """Returns the arguments, completed from the file in `--config`.
 
     Args:
-        argv: the arguments.
+        argv: the arguments. Their options take precedence over the file.
         options: all that the command has.
         known: all that a file may name. Those that the command does not have are left out.
     """
-    path = next((_value(argv, i) for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
+    path = _config_path(argv)
     if path is None:
         return list(argv)
+    where = f"--config {path}"
     config = read_config(expanded(path))
-    check_keys(config, {*_OPTIONS, "recipe", "versions", *known} - (NOT_IN_FILES - {"recipe"}), f"--config {path}")
-    given = {word.partition("=")[0].replace("_", "-") for word in argv}
-    has_model = argv[0][:1] != "-"
-    model = argv[:1] if has_model else [str(config["model_file"])] if "model_file" in config else []
-    words = []
+    keys = {*_OPTION_OF_KEY, "recipe", "versions", *known} - (NOT_IN_FILES - {"recipe"})
+    check_keys(config, keys, where)
+    used = {word.partition("=")[0].replace("_", "-") for word in argv}  # tyro takes --held_out, too
+    words: list[str] = []
     for key, value in config.items():
-        name = _OPTIONS.get(key, key)
-        option = f"--{name.replace('_', '-')}"
-        is_option = key not in ("model_file", "recipe", "versions") and name in options
-        if is_option and option not in given:
-            words += _words(option, value, f"--config {path}")
-    return [*model, *words, *argv[has_model:]]
+        name = _OPTION_OF_KEY.get(key, key)
+        if key not in _NOT_OPTIONS and name in options and option_of(name) not in used:
+            words += _words(option_of(name), value, where)
+    has_model = not argv[0].startswith("-")
+    if has_model:
+        return [argv[0], *words, *argv[1:]]
+    if "model_file" in config:
+        return [str(config["model_file"]), *words, *argv]
+    return [*words, *argv]
 
 
-def _value(argv: Sequence[str], place: int) -> str | None:
-    _, equals, value = argv[place].partition("=")
-    return value if equals else next(iter(argv[place + 1 : place + 2]), None)
+def _config_path(argv: Sequence[str]) -> str | None:
+    """Returns the value of `--config`; None without it, also if its value is missing, which the parser reports."""
+    for position, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        if option != "--config":
+            continue
+        if equals:
+            return value
+        if position + 1 < len(argv):
+            return argv[position + 1]
+        return None
+    return None
 
 
-def _words(option: str, value: Any, where: str) -> list[str]:
+def _words(option: str, value: object, where: str) -> list[str]:
+    """Returns the words that give an option a value of a file."""
     if value is None:
         return []
     if isinstance(value, Mapping):  # degrees of a mesh
@@ -58,15 +78,21 @@ def _words(option: str, value: Any, where: str) -> list[str]:
         if isinstance(item, str) and item.startswith("-"):
             raise _unreadable(where, f"{option.removeprefix('--')} is {shown(item)}, which would be read as an option.")
     values = list(map(str, items))
-    return [word for one in values for word in (option, one)] if option == "--unit" else [option, *values]
+    if option != "--unit":
+        return [option, *values]
+    words = []
+    for setting in values:  # each needs the option of its own
+        words += [option, setting]
+    return words
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The file, as a tree of dicts."""
+    """Returns the contents of the file, as a tree of dicts."""
     where = f"--config {path}"
     try:
         raw = read_named(path)
         config = parse_toml(raw) if path.suffix == ".toml" else parse_json(raw)
+        # Its texts name files, and stand in the record of the run. Numbers are checked where they are used.
         check_writable_values(config, finite=False)
     except UnsafeFileError:
         raise
@@ -85,28 +111,38 @@ def _unreadable(where: str, why: str) -> ShardingError:
     return ShardingError("The configuration cannot be read.", where=where, why=why, do=do)
 
 
-def check_keys(found: Collection[str], known: Collection[str], where: str) -> None:
+def check_keys(keys: Collection[str], known: Collection[str], where: str) -> None:
     """Raises for unknown keys of a file, with the nearest known one."""
-    unknown = [key for key in found if key not in known]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.0)
-        raise ShardingError(
-            "The configuration has unknown keys.",
-            where=[f"{where}: {key}" for key in unknown],
-            why=f"the keys are {', '.join(sorted(known))}.",
-            do=f"{near[0]} instead of {unknown[0]}; or leave it out.",
-        )
+    unknown = [key for key in keys if key not in known]
+    if not unknown:
+        return
+    (nearest,) = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.0)
+    raise ShardingError(
+        "The configuration has unknown keys.",
+        where=[f"{where}: {key}" for key in unknown],
+        why=f"the keys are {', '.join(sorted(known))}.",
+        do=f"{nearest} instead of {unknown[0]}; or leave it out.",
+    )
 
 
-def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a tree, by dotted keys."""
-    found: dict[str, Any] = {}
+def leaves(node: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Returns the values of a tree, by dotted keys."""
+    values: dict[str, object] = {}
     for key, value in node.items():
-        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        if isinstance(value, Mapping):
+            values |= leaves(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
 
 
-def as_setting(key: str, value: Any) -> str:
-    """A value in the form of `--set`."""
-    values = value if isinstance(value, list) else [value]
-    return f"{key}={','.join(str(one).lower() if one is None or isinstance(one, bool) else str(one) for one in values)}"
+def as_setting(key: str, value: object) -> str:
+    """Returns a value in the form of `--set`."""
+    items = value if isinstance(value, list) else [value]
+    return f"{key}={','.join(map(_item_text, items))}"
+
+
+def _item_text(item: object) -> str:
+    if item is None or isinstance(item, bool):
+        return str(item).lower()
+    return str(item)

@@ -14,13 +14,15 @@ from jax.sharding import Mesh
 from jshard import checkpoint, launch
 from jshard._children import module_command
 from jshard.checkpoint.errors import SurplusError
-from jshard.cli._arguments import Count, Extra, open_mesh, parse_mesh, simulate_devices
+from jshard.cli._arguments import Count, Extra
 from jshard.cli._config import as_setting
-from jshard.cli._request import data_of, tokenizer_of
+from jshard.cli._data import data_of, tokenizer_of
+from jshard.cli._devices import open_mesh, parse_mesh, simulate_devices
 from jshard.cli.train import check_processes
 from jshard.data import Tokenizer
-from jshard.data.files import is_tokens, weighted
-from jshard.data.text import transformers_files
+from jshard.data.files import weighted
+from jshard.data.token_files import is_tokens
+from jshard.data.tokenizer import transformers_files
 from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFile, load_model_file
@@ -57,20 +59,25 @@ class RunArgs:
 
     def started(self, command: str, argv: Sequence[str]) -> int | None:
         """Starts the worker processes and returns their exit code; None in those, or with a single process."""
-        if launch.is_worker():
+        if launch.is_worker():  # started by the call below
             return None
-        line = ["jshard", command, *argv]
-        cluster = launch.detect(command=shlex.join(line))
+        command_line = shlex.join(["jshard", command, *argv])
+        cluster = launch.detect(command=command_line)
         if cluster is None and self.processes == 1:
             return None
         check_processes(self, cluster)
-        processes = self.processes if cluster is None else None
-        how = {"processes": processes, "cluster": cluster, "again": shlex.join(line)}
-        return launch.supervise(module_command("jshard", command, *argv), **how)
+        return launch.supervise(
+            module_command("jshard", command, *argv),
+            processes=self.processes if cluster is None else None,
+            cluster=cluster,
+            again=command_line,
+        )
 
     def open_mesh(self) -> Mesh:
-        """The mesh over the present devices; the first use of them."""
-        sizes, cluster = parse_mesh(self.mesh), launch.detect()
+        """Returns the mesh over the present devices. Call it before anything asks JAX for devices."""
+        sizes = parse_mesh(self.mesh)
+        cluster = launch.detect()
+        # In this order: JAX reads the number when it opens its devices, and joins the other processes before that.
         simulate_devices(sizes, processes=1 if cluster is None else cluster.num_processes)
         if launch.is_worker():
             launch.start_worker()
@@ -112,7 +119,7 @@ class StoredRun:
     def read(
         cls, path: Path, *, model: Path | None = None, is_trusted: bool = False, command: Sequence[str]
     ) -> StoredRun:
-        """Reads the record of a run, and its model file or the given one.
+        """Reads the record of a run, and its model file or another one.
 
         Args:
             path: its folder.
@@ -130,61 +137,79 @@ class StoredRun:
         record = RunFolder.record(path)
         if model is None:
             model = model_of_run(record, is_trusted=is_trusted, where=path, command=command)
-        file = load_model_file(model)
-        _, recipe = file.recipe(record["name"] if record["name"] in file.recipes else None)
-        found = [(key, then) for key, then, _ in differences(record["recipe"], tree(recipe)) if then is not NOTHING]
+        model_file = load_model_file(model)
+        name = record["name"]
+        # The values of the run replace those of any recipe, so another one will do where the run's is gone.
+        _, recipe = model_file.recipe(name if name in model_file.recipes else None)
+        settings: list[str] = []
+        for key, stored, _ in differences(record["recipe"], tree(recipe)):
+            if stored is not NOTHING:
+                settings.append(as_setting(key, stored))
+        options = record["options"]
         return cls(
             path=path,
-            options=record["options"],
+            options=options,
             data=record["data"],
-            model_file=file.with_units(parse_units(record["options"].get("unit", ()))),
-            recipe=override(recipe, [as_setting(*setting) for setting in found]),
+            model_file=model_file.with_units(parse_units(options.get("unit", ()))),
+            recipe=override(recipe, settings),
         )
 
-    def held(self, mesh: Mesh, *, extra: Extra = "error") -> tuple[HeldModel, int]:
-        """The model of the newest checkpoint, and its number of steps. All processes call it."""
+    def restored_model(self, mesh: Mesh, *, extra: Extra = "error") -> tuple[HeldModel, int]:
+        """Returns the model of the newest checkpoint, and its number of steps. All processes call it."""
+        # Without the optimizer's state, which is not used, and mostly larger.
         like = {"model": abstract_model(self.model_file, self.recipe, mesh), "step": 0}
         path = self.options.get("checkpoints") or self.path
         try:
-            found = checkpoint.restore(path, like=like, extra=extra)
+            state = checkpoint.restore(path, like=like, extra=extra)
         except SurplusError as error:  # in the words of the command
             do = f"give the model file as it was: --model FILE\n{_SKIP}"
             raise SurplusError(error.what, where=error.where, why=error.why, do=do) from error
-        return HeldModel(found["model"]), int(found["step"])
+        return HeldModel(state["model"]), int(state["step"])
 
-    def tokenizer_file(self, given: Path | None) -> Path | None:
-        """The tokenizer's file: the given one, or that of the run; None for bytes."""
+    def tokenizer_file(self, requested: Path | None) -> Path | None:
+        """Returns the tokenizer's file: the requested one, or that of the run; None for bytes."""
+        if requested is not None:
+            return requested
         stored = self.options.get("tokenizer")
-        return given if given is not None or stored is None else Path(stored)
+        return None if stored is None else Path(stored)
 
     def tokenizer_texts(self) -> dict[str, str]:
-        """The files by which Transformers has the tokenizer of the run; none if it is not known or not there."""
-        file, paths = self.tokenizer_file(None), weighted(self.options.get("data", ()))[0]
-        is_unknown = self.model_file.data is not None or (paths and all(map(is_tokens, paths)))
-        if (file is None and is_unknown) or (file is not None and not file.is_file()):
+        """Returns the files by which Transformers has the tokenizer of the run; none if it is unknown or missing."""
+        file = self.tokenizer_file(None)
+        if file is not None:
+            return transformers_files(file) if file.is_file() else {}
+        if self.model_file.data is not None or self._reads_token_ids():
             return {}
-        return transformers_files(file)
+        return transformers_files(None)
 
-    def tokenizer(self, given: Path | None = None) -> Tokenizer:
-        """The tokenizer of the model."""
-        if self.model_file.data is None:
-            file, paths = self.tokenizer_file(given), weighted(self.options.get("data", ()))[0]
-            if file is None and paths and all(map(is_tokens, paths)):
-                raise ShardingError(
-                    "The tokenizer of the run is not known.",
-                    where=f"{self.path}: {self.data['description']}",
-                    why="it was trained on files of token ids, without a tokenizer.",
-                    do="--tokenizer tokenizer.json  # the one that encoded the files",
-                )
-            found = tokenizer_of(file)
-        else:
-            found = data_of(self.model_file, self.recipe, (), given).tokenizer
-        if found is None:
+    def tokenizer(self, requested: Path | None = None) -> Tokenizer:
+        """Returns the tokenizer of the model."""
+        tokenizer = self._tokenizer(requested)
+        if tokenizer is None:
             raise ShardingError(
                 "The run was not trained on text.",
                 where=f"{self.path}: {self.data['description']}",
                 why=f"data(recipe) of {self.model_file.path} has no tokenizer.",
                 do="Data(..., tokenizer=...)  # in the model file, if its samples are tokens of text",
             )
-        check_vocabulary(self.recipe, found)
-        return found
+        check_vocabulary(self.recipe, tokenizer)
+        return tokenizer
+
+    def _tokenizer(self, requested: Path | None) -> Tokenizer | None:
+        """Returns the tokenizer; None if the model file's own data have none."""
+        if self.model_file.data is not None:
+            return data_of(self.model_file, self.recipe, (), requested).tokenizer
+        file = self.tokenizer_file(requested)
+        if file is None and self._reads_token_ids():
+            raise ShardingError(
+                "The tokenizer of the run is not known.",
+                where=f"{self.path}: {self.data['description']}",
+                why="it was trained on files of token ids, without a tokenizer.",
+                do="--tokenizer tokenizer.json  # the one that encoded the files",
+            )
+        return tokenizer_of(file)
+
+    def _reads_token_ids(self) -> bool:
+        """Returns whether the run was trained on files of token ids alone; then nothing says what encoded them."""
+        paths, _ = weighted(self.options.get("data", ()))
+        return bool(paths) and all(map(is_tokens, paths))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,21 @@ import jshard as js
 from jshard import launch
 from jshard._processes import exchange
 from jshard._text import counted, loss_text
-from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, simulate_devices
-from jshard.cli._request import Request, data_of, explained, loss_unit, request_of
+from jshard.cli._arguments import TrainArgs
+from jshard.cli._data import data_of, loss_unit
+from jshard.cli._devices import num_devices, open_mesh, simulate_devices
+from jshard.cli._recipe_request import explained
+from jshard.cli._request import Request, request_of
 from jshard.data import Data
 from jshard.inspect.tables import show, whole_line
 from jshard.recipes.recipe import check_batch
 from jshard.train.auto import chosen_variant
 from jshard.train.expected import ExpectedStep
 from jshard.train.run import Finished, check_trackers, run_recipe
+from jshard.train.run_options import RunOptions
+
+Say = Callable[[Any], object]
+"""Prints a line, or a table."""
 
 
 def train(args: TrainArgs) -> int:
@@ -39,47 +47,35 @@ def train(args: TrainArgs) -> int:
 
 
 def _train(request: Request) -> int:
+    request = _on_devices(request)
+    mesh = _open_mesh(request)
     args = request.args
-    cluster = launch.detect()
-    simulate_devices(request.sizes, processes=1 if cluster is None else cluster.num_processes)
-    if launch.is_worker():
-        launch.start_worker()
-    if args.auto and args.resume:
-        request = request.as_begun(len(jax.devices()))
-    mesh = open_mesh(request.sizes)
-    assert isinstance(mesh, Mesh)  # devices were not given as a number
     check_batch(request.recipe, mesh)
-    expect = None if args.expect is None else ExpectedStep.read(args.expect, within=args.expect_within)
-    check_trackers(request.track)
-    # Before the plan: unreadable data should fail first.
-    how = {name: getattr(args, name) for name in ("held_out", "text_key", "dtype")}
-    data = data_of(request.model_file, request.recipe, args.data, args.tokenizer, **how)
-    say = show if jax.process_index() == 0 else (lambda *text: None)
+    expect = None
+    if args.expect is not None:
+        expect = ExpectedStep.read(args.expect, within=args.expect_within)
+    check_trackers(request.track)  # a login may ask the user, who does not wait until the data are read
+    data = _read_data(request)  # before the plan: unreadable data should fail first
+    say = show if jax.process_index() == 0 else _say_nothing
     say(_devices())
     compiler_options = js.compiler_options(None if args.options == "none" else args.options)
-    if args.auto and args.resume:
-        say("--auto: a resumed run keeps its configuration")
-    elif args.auto:
-        asked = request.model_file, request.recipe, mesh, data
-        request = request.with_variant(chosen_variant(*asked, compiler_options=compiler_options, say=say))
-        mesh = open_mesh(request.sizes)
-        assert isinstance(mesh, Mesh)
+    if args.auto:
+        request = _with_best_variant(request, mesh, data, compiler_options, say)
+        mesh = _open_mesh(request)
     say(explained(request, mesh, data))
     say(data.description)
-    out = Path(exchange("folder of the run", str(request.folder()))[0])
+    out = _agreed_folder(request)
     again = request.given.again(out)
+    # From now on the supervisor can say how to continue, whatever happens to this process.
     launch.note(again=again, folder=str(out))
-    watch = launch.StallWatch(timeout_s=args.stall_timeout, stop_s=args.stop_deadline, again=again)
-    finished = run_recipe(
-        request.model_file,
-        request.recipe,
+    options = RunOptions(
         mesh=mesh,
         data=data,
         out=out,
         name=request.name,
         resume=args.resume,
         track=request.track,
-        options=request.options,
+        command_options=request.options,
         workers=args.workers,
         profile=request.profile,
         sample_tokens=args.sample_tokens,
@@ -89,9 +85,10 @@ def _train(request: Request) -> int:
         extra=args.extra or "error",
         keep_in_memory=args.keep_in_memory,
         programs=args.compile_cache or "beside",
-        watch=watch,
+        watch=launch.StallWatch(timeout_s=args.stall_timeout, stop_s=args.stop_deadline, again=again),
         say=say,
     )
+    finished = run_recipe(request.model_file, request.recipe, options)
     if finished.stopped_by is not None:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
         say(whole_line(f"continue it with: {again}"))
@@ -100,24 +97,77 @@ def _train(request: Request) -> int:
     return 0
 
 
+def _on_devices(request: Request) -> Request:
+    """Makes the devices of all processes available, and returns the request for them."""
+    cluster = launch.detect()
+    # Before JAX initialises its devices: it cannot simulate more of them later.
+    simulate_devices(request.sizes, processes=1 if cluster is None else cluster.num_processes)
+    if launch.is_worker():
+        launch.start_worker()
+    if request.args.auto and request.args.resume:
+        return request.as_begun(len(jax.devices()))
+    return request
+
+
+def _open_mesh(request: Request) -> Mesh:
+    mesh = open_mesh(request.sizes)
+    assert isinstance(mesh, Mesh)  # devices were not given as a number
+    return mesh
+
+
+def _read_data(request: Request) -> Data:
+    args = request.args
+    return data_of(
+        request.model_file,
+        request.recipe,
+        args.data,
+        args.tokenizer,
+        held_out=args.held_out,
+        text_key=args.text_key,
+        dtype=args.dtype,
+    )
+
+
+def _with_best_variant(
+    request: Request, mesh: Mesh, data: Data, compiler_options: Mapping[str, object] | None, say: Say
+) -> Request:
+    """Returns the request with the configuration that `--auto` has chosen."""
+    if request.args.resume:
+        say("--auto: a resumed run keeps its configuration")
+        return request
+    variant = chosen_variant(request.model_file, request.recipe, mesh, data, compiler_options=compiler_options, say=say)
+    return request.with_variant(variant)
+
+
+def _agreed_folder(request: Request) -> Path:
+    """Returns the folder that the first process names: the others may already see it there, and name the next one."""
+    return Path(exchange("folder of the run", str(request.folder()))[0])
+
+
+def _say_nothing(*text: object) -> None:
+    pass
+
+
 def _devices() -> str:
-    """One line: how many devices of which kind, and whether they are simulated."""
+    """Describes the devices in one line: how many of which kind, and whether they are simulated."""
     devices = jax.devices()
     line = f"{len(devices)} x {devices[0].device_kind}"
     if devices[0].platform == "cpu" and len(devices) > jax.process_count():
         line += f" (simulated on {os.cpu_count()} cores: for learning and tests, not for speed)"
-    return line if jax.process_count() == 1 else f"{line}, {jax.process_count()} processes"
+    if jax.process_count() == 1:
+        return line
+    return f"{line}, {jax.process_count()} processes"
 
 
 def printable_text(text: str) -> str:
-    """Generated text without terminal control characters."""
+    """Returns generated text without terminal control characters."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _say_result(request: Request, data: Data, finished: Finished, say: Any) -> None:
+def _say_result(request: Request, data: Data, finished: Finished, say: Say) -> None:
     if finished.sample is not None:
-        shown = textwrap.indent(printable_text(finished.sample), "    ")
-        say(f"\na sample; it begins with held-out text:\n{shown}")
+        sample = textwrap.indent(printable_text(finished.sample), "    ")
+        say(f"\na sample; it begins with held-out text:\n{sample}")
     names = sorted(path.name + "/" * path.is_dir() for path in finished.out.iterdir() if path.name[0] != ".")
     if finished.val_loss is not None:
         unit = loss_unit(request.model_file, data)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import itertools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -33,26 +32,61 @@ class InitArgs:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command: `argv` are the arguments after `jshard init`."""
+    """Runs the command; `argv` are the arguments after `jshard init`."""
     args = parse(InitArgs, argv, command="jshard init")
     models = shipped_models()
     if args.model not in models:
-        near = next(iter(difflib.get_close_matches(args.model, models, n=1)), "gpt")
+        nearest, *_ = [*difflib.get_close_matches(args.model, models, n=1), "gpt"]
         raise ShardingError(
             f"No model {args.model!r} is included in jshard.",
             where=f"jshard init {args.model}",
             why=f"the models are {', '.join(models)}.",
-            do=_command(near, args.out),
+            do=_command(nearest, args.out),
         )
     out = args.out or Path(f"{args.model}.py")
-    beside = {out.with_name(file.name): file for file in _neighbours(models[args.model])}
-    copies = {out: models[args.model]} | beside
-    _check(args.model, out, copies, is_beside=out in beside)
+    neighbours = {out.with_name(file.name): file for file in _neighbours(models[args.model])}
+    copies = {out: models[args.model]} | neighbours
+    _check_copies(args.model, out, copies, neighbours)
     _check_writable(copies)
     _write(copies)
     print(f"written: {', '.join(map(str, copies))}")
     print(f"train it: {shlex.join(['jshard', 'train', str(out)])}")
     return 0
+
+
+# The checks. `copies` are the files to write, with the files that they are copies of.
+
+
+def _check_copies(model: str, out: Path, copies: Mapping[Path, Path], neighbours: Collection[Path]) -> None:
+    """Checks the name of the copy, and that no file would be overwritten."""
+    taken = [target for target in copies if target.exists() and not _is_earlier_copy(target, out, copies)]
+    places = list(map(str, taken or [out]))
+    if out.suffix != ".py":
+        raise ShardingError(
+            "The copy would not be a model file.",
+            where=places,
+            why="a model file ends in .py.",
+            do=_command(model, out.with_suffix(".py")),
+        )
+    if out in neighbours:
+        raise ShardingError(
+            "The copy cannot have the name of a file that it imports.",
+            where=places,
+            why=f"{model} imports {out.stem}, and would import itself.",
+            do=_command(model, _free_folder(out) / f"{model}.py"),
+        )
+    if taken:
+        raise ShardingError(
+            "Some files exist already, and none is overwritten.",
+            where=places,
+            why=f"{model} is copied as {', '.join(map(str, copies))}.",
+            do=_command(model, _free_folder(out) / out.name),
+        )
+
+
+def _is_earlier_copy(target: Path, out: Path, copies: Mapping[Path, Path]) -> bool:
+    """Returns whether a file is a neighbour, and just what would be copied. The model file is there to be edited."""
+    return target != out and target.is_file() and target.read_bytes() == copies[target].read_bytes()
 
 
 def _check_writable(copies: Mapping[Path, Path]) -> None:
@@ -68,60 +102,62 @@ def _check_writable(copies: Mapping[Path, Path]) -> None:
             ) from error
 
 
+def _free_folder(out: Path) -> Path:
+    """Returns a folder beside the copy which does not exist: my_gpt, my_gpt2, my_gpt3 ..."""
+    folder = out.with_suffix("")
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = Path(f"{out.with_suffix('')}{number}")
+    return folder
+
+
+def _command(model: str, out: Path | None) -> str:
+    words = ["jshard", "init", model]
+    if out is not None:
+        words.append(str(out))
+    return shlex.join(words)
+
+
 def _write(copies: Mapping[Path, Path]) -> None:
     """Writes all copies, or none: half a model file would be found, and not overwritten, by the next try."""
-    begun: list[Path] = []
+    created: list[Path] = []
     try:
         for target, file in copies.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            begun += [] if target.exists() else [target]  # a neighbour from an earlier copy is the same
+            if not target.exists():  # a neighbour from an earlier copy stays, whatever happens
+                created.append(target)
             target.write_bytes(file.read_bytes())
     except OSError as error:
-        for target in begun:
+        for target in created:
             target.unlink(missing_ok=True)
         raise RunError(
             "The model file could not be written.",
-            where=str(error.filename or begun[-1]),
+            where=str(error.filename or created[-1]),
             why=f"{error.strerror}.",
             do="name a file in a folder that you may write, with room for it: jshard init NAME FILE.py",
         ) from error
 
 
-def _check(model: str, out: Path, copies: Mapping[Path, Path], *, is_beside: bool) -> None:
-    """Raises if a file would be overwritten; a neighbour from an earlier copy may already exist."""
-    same = lambda copy: copy != out and copy.is_file() and copy.read_bytes() == copies[copy].read_bytes()
-    taken = [copy for copy in copies if copy.exists() and not same(copy)]
-    folders = (Path(f"{out.with_suffix('')}{number}") for number in itertools.chain([""], itertools.count(2)))
-    free = next(folder for folder in folders if not folder.exists())
-    if out.suffix != ".py":
-        what, why, other = "The copy would not be a model file.", "a model file ends in .py.", out.with_suffix(".py")
-    elif is_beside:
-        what = "The copy cannot have the name of a file that it imports."
-        why, other = f"{model} imports {out.stem}, and would import itself.", free / f"{model}.py"
-    elif taken:
-        what = "Some files exist already, and none is overwritten."
-        why, other = f"{model} is copied as {', '.join(map(str, copies))}.", free / out.name
-    else:
-        return
-    raise ShardingError(what, where=list(map(str, taken or [out])), why=why, do=_command(model, other))
-
-
-def _command(model: str, out: Path | None) -> str:
-    return shlex.join(["jshard", "init", model, *([] if out is None else [str(out)])])
+# The files that a model file imports.
 
 
 def _neighbours(file: Path) -> list[Path]:
-    """The files beside a model file that it imports, and those that they import."""
-    found = [file]
-    for each in found:  # grows
-        beside = (each.with_name(f"{name.partition('.')[0]}.py") for name in _imported(each))
-        found += [path for path in dict.fromkeys(beside) if path.is_file() and path not in found]
-    return found[1:]
+    """Returns the files beside a model file that it imports, and those that they import."""
+    files = [file]
+    for importer in files:  # grows while it is walked: also what a neighbour imports is copied
+        for module in _imported_modules(importer):
+            path = importer.with_name(f"{module}.py")
+            if path.is_file() and path not in files:
+                files.append(path)
+    return files[1:]
 
 
-def _imported(file: Path) -> Iterator[str]:
+def _imported_modules(file: Path) -> Iterator[str]:
+    """Yields the first names of the modules that a file imports: "jax" for `jax.numpy`."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
+            for alias in node.names:
+                yield alias.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:  # model files have no package
+            yield node.module.partition(".")[0]

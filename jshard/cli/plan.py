@@ -8,30 +8,22 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jshard._live import at_work
 from jshard._text import counted
-from jshard.cli._arguments import (
-    Options,
-    RecipeArgs,
-    Seconds,
-    Settings,
-    answer,
-    check_writable,
-    num_devices,
-    open_mesh,
-    parse,
-    remark,
-    write,
-)
-from jshard.cli._request import Request, explained, request_of
+from jshard.cli._arguments import Options, RecipeArgs, Seconds, Settings, parse
+from jshard.cli._config import option_of
+from jshard.cli._devices import num_devices, open_mesh
+from jshard.cli._output import answer, check_writable, remark, write
+from jshard.cli._recipe_request import RecipeRequest, explained, recipe_request_of
+from jshard.cluster.choose import Chosen, choose
+from jshard.cluster.comparison import Compared, Comparison, VariantCompiler, compare
 from jshard.cluster.compile import (
-    COMPARED,
     CompileRequest,
     Variant,
     command_line,
@@ -40,12 +32,12 @@ from jshard.cluster.compile import (
     latency_flag,
     train_command,
     unused_flags,
-    variants_for,
 )
 from jshard.cluster.costs import Costs
-from jshard.cluster.estimate import PlannedCluster, parse_known
-from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare
-from jshard.cluster.search import Chosen, choose, suggestions
+from jshard.cluster.machine import PlannedCluster, parse_known
+from jshard.cluster.report import ClusterPlan
+from jshard.cluster.strategies import COMPARED, variants_for
+from jshard.cluster.suggest import suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler, traced_for_device
 from jshard.errors import ShardingError
 from jshard.inspect.tables import Printed, broken_line
@@ -55,13 +47,21 @@ from jshard.recipes.recipe import check_batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport(Printed):
-    """The result of one command: the requested step, and what it is compared with."""
+    """The result of one command: the requested step, and what it is compared with.
+
+    Attributes:
+        plan: of the requested step.
+        commands: those that plan this step again, and that train it.
+        comparison: with other strategies.
+        tried: configurations that were compiled to make it fit; the last one fits if any does.
+        chosen: by a search.
+    """
 
     plan: ClusterPlan
-    commands: tuple[str, str] = ("", "")  # that plan this step again, and that train it
-    comparison: Comparison | None = None  # with other strategies
-    tried: tuple[Compared, ...] | None = None  # configurations tried to make it fit; the last one does if any does
-    chosen: Chosen | None = None  # by a search
+    commands: tuple[str, str] = ("", "")
+    comparison: Comparison | None = None
+    tried: tuple[Compared, ...] | None = None
+    chosen: Chosen | None = None
 
     @property
     def fits(self) -> bool:
@@ -69,39 +69,42 @@ class PlanReport(Printed):
         return self.plan.fits if self.chosen is None else self.chosen.fits
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [self.plan]
+        parts: list[RenderableType] = [self.plan]
         if self.tried is not None:
-            parts += [Text(), Text(self._advice(), style="bold")]
-        for more in (self.comparison, self.chosen):
-            parts += [] if more is None else [Text(), more]
+            parts += [Text(), Text(_advice(self.tried), style="bold")]
+        for part in (self.comparison, self.chosen):
+            if part is not None:
+                parts += [Text(), part]
         return Group(*parts)
 
     def to_json(self) -> str:
-        """Everything as JSON text."""
-        whole = dict(zip(("command", "train_command"), self.commands, strict=True)) | self.plan.to_dict()
+        """Returns everything as JSON text."""
+        command, train = self.commands
+        values: dict[str, object] = {"command": command, "train_command": train, **self.plan.to_dict()}
         if self.tried is not None:
-            whole["suggestions"] = [row.to_dict() for row in self.tried if row.fits]
+            values["suggestions"] = [row.to_dict() for row in self.tried if row.fits]
         if self.comparison is not None:
-            whole["comparison"] = [row.to_dict() for row in self.comparison.rows]
+            values["comparison"] = [row.to_dict() for row in self.comparison.rows]
         if self.chosen is not None:
-            whole["chosen"] = self.chosen.to_dict()
-        return json.dumps(whole, indent=1)
-
-    def _advice(self) -> str:
-        assert self.tried is not None
-        found = [row for row in self.tried if row.fits]
-        if found:
-            row = found[-1]
-            assert row.plan is not None
-            return f"try this, which compiles and {row.plan.verdict}:\n{broken_line(row.command)}"
-        ways = "by the estimate, no configuration that keeps less would fit"
-        if self.tried:
-            one, many = "configuration that keeps less was", "configurations that keep less were"
-            ways = f"{counted(len(self.tried), one, many)} compiled, and none fits"
-        return f"{ways}: it needs more devices, or a smaller --set batch_size=N."
+            values["chosen"] = self.chosen.to_dict()
+        return json.dumps(values, indent=1)
 
 
-_WELL_HIDDEN = 0.95
+def _advice(tried: Sequence[Compared]) -> str:
+    """Returns what to do about a step that does not fit, after some configurations were tried."""
+    fitting = [row for row in tried if row.fits]
+    if fitting:
+        row = fitting[-1]
+        assert row.plan is not None
+        return f"try this, which compiles and {row.plan.verdict}:\n{broken_line(row.command)}"
+    ways = "by the estimate, no configuration that keeps less would fit"
+    if tried:
+        singular, plural = "configuration that keeps less was", "configurations that keep less were"
+        ways = f"{counted(len(tried), singular, plural)} compiled, and none fits"
+    return f"{ways}: it needs more devices, or a smaller --set batch_size=N."
+
+
+_WELL_HIDDEN = 0.95  # share of the communication; beyond it --xla-flags auto gains little
 _QUIET_S = 10.0  # a plan without a cluster takes longer only for large models
 
 
@@ -144,35 +147,55 @@ class PlanArgs(RecipeArgs):
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command: `argv` are the arguments after `jshard plan`."""
+    """Runs the command; `argv` are the arguments after `jshard plan`."""
     args = parse(PlanArgs, argv, command="jshard plan")
     _check(args)
-    request = request_of(args.without_devices())
+    request = recipe_request_of(args)
     if not args.topology:
-        mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
-        work = f"planning {args.model}, recipe {request.name}"
-        with (
-            traced_for_device(None) as assumed,
-            at_work(work, say=remark, stream=sys.stderr, quiet_s=_QUIET_S),
-        ):
-            found = explained(request, mesh)
-        answer(found, json=args.json)
-        for line in assumed():
-            remark(line)
-        return 0
+        return _plan_annotation(args, request)
     topology = parse_topology(args.topology)
     with traced_for_device(topology.device):  # the compile processes do this themselves
-        return _planned(args, request, topology)
+        return _plan_cluster(args, request, topology)
 
 
-def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
+def _check(args: PlanArgs) -> None:
+    for_clusters = [name for name in ("compare", "auto", "assume", "xla_flags", "html") if getattr(args, name)]
+    if for_clusters and not args.topology:
+        raise ShardingError(
+            "Nothing can be estimated without a cluster.",
+            where=", ".join(map(option_of, for_clusters)),
+            why="they concern the step compiled for a cluster; nothing is compiled without --topology.",
+            do="--topology h100:1x8",
+        )
+    check_writable(args.html, option="--html")
+
+
+def _plan_annotation(args: PlanArgs, request: RecipeRequest) -> int:
+    """Prints the plan of the annotation, and its memory; nothing is compiled."""
+    mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
+    work = f"planning {args.model}, recipe {request.name}"
+    with (
+        traced_for_device(None) as assumed,
+        at_work(work, say=remark, stream=sys.stderr, quiet_s=_QUIET_S),
+    ):
+        explanation = explained(request, mesh)
+    answer(explanation, json=args.json)
+    for line in assumed():  # known once the model is traced
+        remark(line)
+    return 0
+
+
+def _plan_cluster(args: PlanArgs, request: RecipeRequest, topology: Topology) -> int:
+    """Compiles the step for a cluster, with those to compare; prints the report, and returns 1 if nothing fits."""
     mesh = open_mesh(request.sizes, devices=topology.num_devices)
     check_batch(request.recipe, mesh)
+    sizes = dict(mesh.shape)
     cluster = PlannedCluster(topology, parse_known(args.assume))
-    costs, sizes = Costs(request.model_file, request.recipe, cluster.machine), dict(mesh.shape)
+    costs = Costs(request.model_file, request.recipe, cluster.machine)
     variants = _variants(args, costs, sizes, topology)
+    # Only now: an error in the request is reported even where the compiler is not installed.
     require_compiler(topology.device.platform)
-    asked = CompileRequest(
+    compile_request = CompileRequest(
         model=str(args.model),
         recipe=args.recipe,
         settings=request.settings,
@@ -181,51 +204,48 @@ def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
         topology=topology.text,
         profile=None if args.options == "none" else args.options,
         xla_flags=args.xla_flags,
+        # The latency of a collective depends on its size; without "auto" no flag is computed from it.
         unit_bytes=costs.unit_bytes(sizes) if args.xla_flags == "auto" else 0,
     )
-    name = f"{args.model.stem}, recipe {request.name}"
-    work = f"compiling {args.model}, recipe {request.name}, for {topology.describe()}"
-    with at_work(work, say=remark, stream=sys.stderr):
-        step = compile_step(asked, timeout_s=args.timeout)
-    plan = ClusterPlan.of(step, cluster=cluster, name=name)
-    notes = [unused_flags(os.environ), _on_latencies(plan, asked)]
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)))
-    bench = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=remark, stream=sys.stderr)
-    commands = command_line(asked, assume=args.assume), train_command(asked)
-    as_asked = Compared(variant=Variant(name="as asked", mesh=sizes), command=commands[0], plan=plan)
-    comparison = tried = chosen = None
+    plan = _compiled(args, request, compile_request, cluster)
+    commands = (command_line(compile_request, assume=args.assume), train_command(compile_request))
+    requested = Compared(variant=Variant(name="as asked", mesh=sizes), command=commands[0], plan=plan)
+    compiler = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=remark, stream=sys.stderr)
+    report = PlanReport(plan=plan, commands=commands)
     try:
-        comparison = Comparison(rows=(as_asked, *compare(asked, variants, bench).rows)) if variants else None
+        if variants:
+            rows = compare(compile_request, variants, compiler).rows
+            report = dataclasses.replace(report, comparison=Comparison(rows=(requested, *rows)))
         if args.auto:
-            chosen = choose(costs, asked, sizes, plan=plan, bench=bench)
+            chosen = choose(costs, compile_request, sizes, plan=plan, bench=compiler)
+            report = dataclasses.replace(report, chosen=chosen)
         elif not plan.fits:
-            tried = suggestions(costs, asked, sizes, peak_bytes=step.memory.peak_bytes, bench=bench)
-    except KeyboardInterrupt:  # the results so far are shown
-        done = Comparison(rows=(as_asked, *bench.rows)) if bench.rows else None
-        answer(PlanReport(plan=plan, comparison=done), json=args.json)
+            peak_bytes = plan.step.memory.peak_bytes
+            tried = suggestions(costs, compile_request, sizes, peak_bytes=peak_bytes, bench=compiler)
+            report = dataclasses.replace(report, tried=tried)
+    except KeyboardInterrupt:  # each step took minutes to compile: the results so far are shown
+        comparison = Comparison(rows=(requested, *compiler.rows)) if compiler.rows else None
+        answer(PlanReport(plan=plan, comparison=comparison), json=args.json)
         raise
-    report = PlanReport(plan=plan, commands=commands, comparison=comparison, tried=tried, chosen=chosen)
     if args.html is not None:
-        rows = [] if comparison is None else [row.plan for row in comparison.ranked if row is not as_asked]
-        others = [one for one in rows if one is not None]
-        write(args.html, plan.to_html(str(report), others))
-        write(args.html.with_suffix(".trace.json"), plan.to_chrome_trace(others))
+        _write_page(report, args.html)
     answer(report, json=args.json)
     return 0 if report.fits else 1
 
 
-def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> str | None:
-    """A remark on the flags of the process."""
-    flags = flags_of(asked)
-    if flags:
-        return f"compiled with XLA_FLAGS='{flags}'; a run needs the same in its environment."
-    if plan.estimates.stated.hidden >= _WELL_HIDDEN or latency_flag(plan.topology, asked.mesh, 0) is None:
-        return None
-    return "more may be hidden if the compiler knows how long collectives take on this mesh: --xla-flags auto"
+def _write_page(report: PlanReport, path: Path) -> None:
+    """Writes the report with its timelines as a page, and the timelines beside it for other viewers."""
+    compared = [] if report.comparison is None else report.comparison.ranked
+    plans: list[ClusterPlan] = []
+    for row in compared:
+        if row.plan is not None and row.plan is not report.plan:  # which comes first in any case
+            plans.append(row.plan)
+    write(path, report.plan.to_html(str(report), plans))
+    write(path.with_suffix(".trace.json"), report.plan.to_chrome_trace(plans))
 
 
 def _variants(args: PlanArgs, costs: Costs, sizes: dict[str, int], topology: Topology) -> tuple[Variant, ...]:
-    """The strategies to compare; replicas of the smallest groups of whole hosts that can hold the state."""
+    """Returns the strategies to compare; replicas of the smallest groups of whole hosts that can hold the state."""
     if not args.compare:
         return ()
     names = COMPARED if args.compare == "all" else tuple(name.strip() for name in args.compare.split(","))
@@ -233,13 +253,28 @@ def _variants(args: PlanArgs, costs: Costs, sizes: dict[str, int], topology: Top
     return variants_for(names, sizes, near=topology.fast_group, capacity_bytes=capacity, held_bytes=costs.held_bytes)
 
 
-def _check(args: PlanArgs) -> None:
-    needing = [name for name in ("compare", "auto", "assume", "xla_flags", "html") if getattr(args, name)]
-    if needing and not args.topology:
-        raise ShardingError(
-            "Nothing can be estimated without a cluster.",
-            where=", ".join(f"--{name.replace('_', '-')}" for name in needing),
-            why="they concern the step compiled for a cluster; nothing is compiled without --topology.",
-            do="--topology h100:1x8",
-        )
-    check_writable(args.html, option="--html")
+def _compiled(
+    args: PlanArgs, request: RecipeRequest, compile_request: CompileRequest, cluster: PlannedCluster
+) -> ClusterPlan:
+    """Compiles the requested step, and returns its plan with notes on the flags of this process."""
+    work = f"compiling {args.model}, recipe {request.name}, for {cluster.topology.describe()}"
+    with at_work(work, say=remark, stream=sys.stderr):
+        step = compile_step(compile_request, timeout_s=args.timeout)
+    plan = ClusterPlan.of(step, cluster=cluster, name=f"{args.model.stem}, recipe {request.name}")
+    notes = list(plan.notes)
+    for note in (unused_flags(os.environ), _flags_note(plan, compile_request)):
+        if note:
+            notes.append(note)
+    return dataclasses.replace(plan, notes=tuple(notes))
+
+
+def _flags_note(plan: ClusterPlan, compile_request: CompileRequest) -> str | None:
+    """Returns a remark on the flags with which the step was compiled, or could be; None if there is nothing to add."""
+    flags = flags_of(compile_request)
+    if flags:
+        return f"compiled with XLA_FLAGS='{flags}'; a run needs the same in its environment."
+    if plan.estimates.stated.hidden >= _WELL_HIDDEN:
+        return None
+    if latency_flag(plan.topology, compile_request.mesh, 0) is None:
+        return None
+    return "more may be hidden if the compiler knows how long collectives take on this mesh: --xla-flags auto"

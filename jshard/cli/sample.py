@@ -13,6 +13,7 @@ import tyro
 from jshard.cli._arguments import Count, parse
 from jshard.cli._stored import RunArgs, StoredRun
 from jshard.cli._training import printable_text
+from jshard.data import Tokenizer
 from jshard.errors import ShardingError
 from jshard.train.sampling import Draw, Sampler, is_decoder
 
@@ -38,33 +39,45 @@ class SampleArgs(RunArgs):
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command: `argv` are the arguments after `jshard sample`."""
+    """Runs the command; `argv` are the arguments after `jshard sample`."""
     args = parse(SampleArgs, argv, command="jshard sample")
-    if (code := args.started("sample", argv)) is not None:
-        return code
+    exit_code = args.started("sample", argv)
+    if exit_code is not None:
+        return exit_code
     draw = Draw(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     command = ["jshard", "sample", *argv]
     stored = StoredRun.read(args.path, model=args.model, is_trusted=args.trust, command=command)
     tokenizer = stored.tokenizer(args.tokenizer)
-    (prompt,) = tokenizer.encode_batch([args.prompt.encode()])
-    if not prompt.size:
-        raise ShardingError(
-            "The prompt is empty.",
-            where="--prompt ''",
-            why="the model predicts the token after a text of at least one token.",
-            do='--prompt "Once"',
-        )
-    mesh = args.open_mesh()
-    held, _ = stored.held(mesh, extra=args.extra)
-    if not is_decoder(stored.model_file, held.model):
+    prompt = _prompt_tokens(args.prompt, tokenizer)
+    mesh = args.open_mesh()  # after all that can be refused without devices
+    model, _ = stored.restored_model(mesh, extra=args.extra)
+    if not is_decoder(stored.model_file, model.model):
         raise ShardingError(
             "The model is not known to continue text.",
             where=str(stored.model_file.path),
             why="it has no method `decode`, and its own loss: its scores may not be those of the next token.",
             do="def decode(self, tokens, past, at): ...  # in the model; `jshard init gpt` copies an example",
         )
-    window, num_ids = stored.recipe.sequence_length, tokenizer.vocab_size
-    text = Sampler(held.model, mesh, window=window, num_ids=num_ids, draw=draw).continued(prompt, args.tokens)
+    sampler = Sampler(
+        model.model,
+        mesh,
+        window=stored.recipe.sequence_length,
+        num_ids=tokenizer.vocab_size,
+        draw=draw,
+    )
+    tokens = sampler.continued(prompt, args.tokens)  # all processes call it; one prints
     if jax.process_index() == 0:
-        print(printable_text(tokenizer.decode(np.asarray(text))))
+        print(printable_text(tokenizer.decode(np.asarray(tokens))))
     return 0
+
+
+def _prompt_tokens(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    (tokens,) = tokenizer.encode_batch([text.encode()])
+    if not tokens.size:
+        raise ShardingError(
+            "The prompt is empty.",
+            where="--prompt ''",
+            why="the model predicts the token after a text of at least one token.",
+            do='--prompt "Once"',
+        )
+    return tokens

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from jshard.cli._arguments import answer, check_writable, parse, parse_steps, write
+from jshard.cli._arguments import parse, parse_steps
+from jshard.cli._output import answer, check_writable, write
 from jshard.inspect.profile import read_profile
 
 
@@ -33,12 +34,13 @@ class TraceArgs:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command: `argv` are the arguments after `jshard trace`."""
+    """Runs the command; `argv` are the arguments after `jshard trace`."""
     args = parse(TraceArgs, argv, command="jshard trace")
-    check_writable(args.html, option="--html")
-    found = read_profile(args.path, steps=parse_steps(args.steps, option="--steps") if args.steps else None)
+    check_writable(args.html, option="--html")  # before a large profile is read
+    steps = parse_steps(args.steps, option="--steps") if args.steps else None
+    report = read_profile(args.path, steps=steps)
     if args.html is not None:
-        write(args.html, found.to_html())
-        write(args.html.with_suffix(".trace.json"), found.to_chrome_trace())
-    answer(found, json=args.json)
+        write(args.html, report.to_html())
+        write(args.html.with_suffix(".trace.json"), report.to_chrome_trace())
+    answer(report, json=args.json)
     return 0

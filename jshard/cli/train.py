@@ -14,22 +14,38 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from jshard import launch
 from jshard._children import module_command
 from jshard._text import counted
 from jshard.cli import loading
-from jshard.cli._arguments import TrainArgs, as_option, num_devices, parse, parse_mesh
+from jshard.cli._arguments import TrainArgs, parse
+from jshard.cli._devices import as_option, num_devices, parse_mesh
 from jshard.errors import RunError, ShardingError
 
 
+class ProcessArgs(Protocol):
+    """The options of every command that may run in several processes."""
+
+    @property
+    def processes(self) -> int:
+        """How many to start on this machine."""
+        ...
+
+    @property
+    def mesh(self) -> str:
+        """Degrees of the mesh axes."""
+        ...
+
+
 def run(argv: Sequence[str]) -> int:
-    """The command: `argv` are the arguments after `jshard train`."""
+    """Runs the command; `argv` are the arguments after `jshard train`."""
     args = parse(TrainArgs, argv, command="jshard train")
-    is_launcher = not (args.dry_run or args.print_config or launch.is_worker())
-    if is_launcher:
+    starts_processes = not (args.dry_run or args.print_config or launch.is_worker())
+    if starts_processes:
         cluster = launch.detect(command=shlex.join(["jshard", "train", *argv]))
+        # Also a single process has a supervisor if it may be restarted.
         if cluster is not None or args.processes != 1 or args.max_restarts:
             return _supervise(args, argv, cluster)
         if "KUBERNETES_SERVICE_HOST" in os.environ and "JAX_NUM_PROCESSES" not in os.environ:
@@ -52,9 +68,9 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
     )
 
 
-def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
+def check_processes(args: ProcessArgs, cluster: launch.Cluster | None) -> None:
     """Checks that the requested processes may be started, and can share the devices of the mesh."""
-    if args.processes != 1 and cluster is not None:
+    if cluster is not None and args.processes != 1:
         raise ShardingError(
             "The processes are already started.",
             where=f"--processes {args.processes}",
@@ -62,19 +78,27 @@ def check_processes(args: Any, cluster: launch.Cluster | None) -> None:
             do="leave out --processes on a cluster.",
         )
     devices = num_devices(parse_mesh(args.mesh))
-    if cluster is None and (args.processes < 1 or devices % args.processes):
-        most = min(devices, max(args.processes, 1))
-        fitting = next(number for number in range(most, 0, -1) if devices % number == 0)
+    if cluster is not None:
+        return  # there each process has devices of its own
+    if args.processes < 1 or devices % args.processes:
         raise ShardingError(
             f"{counted(args.processes, 'process')} cannot share the devices.",
             where=f"--processes {args.processes} --mesh {args.mesh or f'fsdp={devices}'}",
             why=f"the mesh has {counted(devices, 'device')}, and every process simulates the same number.",
-            do=f"--processes {fitting}",
+            do=f"--processes {_largest_divisor(devices, max(args.processes, 1))}",
         )
 
 
+def _largest_divisor(number: int, limit: int) -> int:
+    """Returns the largest divisor of a number up to a limit."""
+    divisor = min(number, limit)
+    while number % divisor:
+        divisor -= 1
+    return divisor
+
+
 def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> launch.Restarts | None:
-    """The restarts requested after a loss; None if a loss ends the run. `argv` are the options as given."""
+    """Returns the restarts requested after a loss; None if a loss ends the run. `argv` are the options as given."""
     if args.max_restarts < 0 or (args.max_restarts == 0 and args.min_processes is not None):
         raise ShardingError(
             "The restart options are not valid.",
@@ -98,35 +122,42 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
 
     meshes = None
     if args.min_processes is not None:
-        meshes = _meshes(args, args.min_processes, argv, cluster)
+        meshes = _smaller_meshes(args, args.min_processes, argv, cluster)
     return launch.Restarts(
         most=args.max_restarts, command=command, meshes=meshes, keeps_copies=args.keep_in_memory is not None
     )
 
 
-_KEPT = ("expert", "context", "tensor")
+# With --min-processes: the meshes of fewer processes.
+
+_KEPT_AXES = ("expert", "context", "tensor")
+_DATA_AXES = ("replica", "fsdp", "expert")  # the batch is divided over them
 
 
 def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, int] | None:
-    """The degrees of a mesh for so many processes `of` all: fewer replicas, or if they do not divide, less `fsdp`.
+    """Returns the degrees of a mesh for so many processes `of` all.
 
-    None if `expert`, `context` and `tensor`, which are kept, do not divide the remaining devices.
+    It has fewer replicas, or if they do not divide, less `fsdp`. None if `expert`, `context` and `tensor`, which are
+    kept, do not divide the remaining devices.
     """
     devices = math.prod(sizes.values())
-    fixed = math.prod(sizes.get(axis, 1) for axis in _KEPT)
+    kept_degree = math.prod(sizes.get(axis, 1) for axis in _KEPT_AXES)
     remaining = devices // of * processes
-    if devices % of or remaining % fixed:
+    if devices % of or remaining % kept_degree:
         return None
     # Divided among `replica` and `fsdp`. The largest `fsdp` comes first: with fewer shards each is larger.
-    shared = remaining // fixed
+    data_devices = remaining // kept_degree
     for shards in range(sizes.get("fsdp", 1), 0, -1):
-        if shared % shards == 0 and shared // shards <= sizes.get("replica", 1):
-            return {**sizes, "replica": shared // shards, "fsdp": shards}
+        replicas, rest = divmod(data_devices, shards)
+        if rest == 0 and replicas <= sizes.get("replica", 1):
+            return {**sizes, "replica": replicas, "fsdp": shards}
     return None
 
 
-def _meshes(args: TrainArgs, min_processes: int, argv: Sequence[str], cluster: launch.Cluster | None) -> dict[int, str]:
-    """The mesh for each number of processes that could continue; reports which could not."""
+def _smaller_meshes(
+    args: TrainArgs, min_processes: int, argv: Sequence[str], cluster: launch.Cluster | None
+) -> dict[int, str]:
+    """Returns the mesh for each number of processes that could continue; reports which could not."""
     sizes = parse_mesh(args.mesh)
     if cluster is None:
         raise _not_with_fewer(
@@ -138,14 +169,15 @@ def _meshes(args: TrainArgs, min_processes: int, argv: Sequence[str], cluster: l
     _check(args, min_processes, number, sizes)
     batch_size, accumulate = _batch(argv)
     meshes: dict[int, str] = {}
-    lines = []
+    lines: list[str] = []
     for count in range(number - 1, min_processes - 1, -1):
         mesh = shrunk(sizes, processes=count, of=number)
         problem = _problem(mesh, batch_size // accumulate, args)
         if mesh is None or problem is not None:
             lines.append(f"{counted(count, 'process')} cannot continue: {problem}")
             continue
-        meshes[count] = as_option({axis: degree for axis, degree in mesh.items() if degree > 1 or axis == "fsdp"})
+        named = {axis: degree for axis, degree in mesh.items() if degree > 1 or axis == "fsdp"}
+        meshes[count] = as_option(named)
         lines.append(f"{counted(count, 'process')} can continue: --mesh {meshes[count]}")
     if not meshes and min_processes < number:
         raise ShardingError(
@@ -161,10 +193,10 @@ def _meshes(args: TrainArgs, min_processes: int, argv: Sequence[str], cluster: l
 
 
 def _problem(mesh: Mapping[str, int] | None, microbatch_size: int, args: TrainArgs) -> str | None:
-    """The reason why a run cannot continue on a smaller mesh; None if it can."""
+    """Returns the reason why a run cannot continue on a smaller mesh; None if it can."""
     if mesh is None:
         return f"their devices do not divide into --mesh {args.mesh}"
-    shards = math.prod(mesh.get(axis, 1) for axis in ("replica", "fsdp", "expert"))
+    shards = math.prod(mesh.get(axis, 1) for axis in _DATA_AXES)
     if microbatch_size % shards == 0:
         return None
     parts = f"{counted(microbatch_size, 'sequence')} over {counted(shards, 'data shard')}"
@@ -195,7 +227,10 @@ def _not_with_fewer(where: list[str], *, why: str, do: str) -> ShardingError:
 
 
 def _batch(argv: Sequence[str]) -> tuple[int, int]:
-    """The recipe's `batch_size` and `accumulate`, read by a separate process, as this one does not import JAX."""
+    """Returns the recipe's `batch_size` and `accumulate`.
+
+    A process of its own reads them, as this one does not import JAX.
+    """
     command = module_command("jshard", "train", *argv, "--print-config")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JSHARD_WORKER")}
     environ["JAX_PLATFORMS"] = "cpu"

@@ -10,11 +10,14 @@ from typing import Annotated
 
 import tyro
 
-from jshard.cli._arguments import Count, RecipeArgs, answer, num_devices, open_mesh, parse, remark
-from jshard.cli._request import abstract, own_data, request_of
+from jshard.cli._arguments import Count, RecipeArgs, parse
+from jshard.cli._data import own_data
+from jshard.cli._devices import num_devices, open_mesh
+from jshard.cli._output import answer, remark
+from jshard.cli._recipe_request import abstract, recipe_request_of
 from jshard.errors import ShardingError
-from jshard.occupancy import OccupancyWarning, footprint
-from jshard.occupancy.device import device_named
+from jshard.occupancy import CommFootprint, GpuFacts, OccupancyWarning, footprint
+from jshard.occupancy.device import Device, device_named
 from jshard.occupancy.measured import default_path
 from jshard.occupancy.tune import NOT_MEASURED, rank, tune
 
@@ -49,12 +52,30 @@ class TuneArgs(RecipeArgs):
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command: `argv` are the arguments after `jshard tune`."""
+    """Runs the command; `argv` are the arguments after `jshard tune`."""
     args = parse(TuneArgs, argv, command="jshard tune")
-    request = request_of(args.without_devices())
+    request = recipe_request_of(args)
+    device, is_measured = _device(args)
+    assert device.gpu is not None  # `_device` has checked it
+    comm = _footprint(args, device.gpu)
+    mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
+    path = args.cache or default_path()
+    with abstract(request, mesh, own_data(request.model_file, request.recipe)) as (model, batch):
+        loss = request.model_file.loss
+        if is_measured:
+            report = tune(model, loss, batch, device=device, comm=comm, path=path, again=args.again, say=remark)
+            remark(f"stored in {path}")
+        else:
+            report = rank(model, loss, batch, device=device, comm=comm, why=_why_not_measured(args))
+    answer(report, json=args.json)
+    return 0
+
+
+def _device(args: TuneArgs) -> tuple[Device, bool]:
+    """Returns the GPU to tune for, and whether it is here to measure on."""
     device = device_named(args.gpu or None)
-    is_here = not args.gpu and device.platform == "gpu"
-    if not args.gpu and not is_here:
+    is_measured = not args.gpu and device.platform == "gpu"  # a named GPU may be another than the present one
+    if not args.gpu and not is_measured:
         device = device_named(_ASSUMED)
     if device.why_unshaped or device.gpu is None:
         raise ShardingError(
@@ -63,19 +84,21 @@ def run(argv: Sequence[str]) -> int:
             why=device.why_unshaped,
             do=f"--gpu {_ASSUMED}  # or run it on an H100 or H200",
         )
+    return device, is_measured
+
+
+def _footprint(args: TuneArgs, gpu: GpuFacts) -> CommFootprint:
+    """Returns what runs beside the kernels. Its assumptions are remarks of the command, and not warnings of Python."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OccupancyWarning)
-        comm = footprint(args.footprint, gpu=device.gpu, version=args.nccl or None, ctas=args.ctas)
+        comm = footprint(args.footprint, gpu=gpu, version=args.nccl or None, ctas=args.ctas)
     for warning in caught:
         remark(str(warning.message))
-    mesh, path = open_mesh(request.sizes, devices=num_devices(request.sizes)), args.cache or default_path()
-    with abstract(request, mesh, own_data(request.model_file, request.recipe)) as (model, batch):
-        asked = (model, request.model_file.loss, batch)
-        if is_here:
-            report = tune(*asked, device=device, comm=comm, path=path, again=args.again, say=remark)
-            remark(f"stored in {path}")
-        else:
-            why = NOT_MEASURED if not args.gpu else f"--gpu {args.gpu}: {NOT_MEASURED.partition(': ')[2]}"
-            report = rank(*asked, device=device, comm=comm, why=why)
-    answer(report, json=args.json)
-    return 0
+    return comm
+
+
+def _why_not_measured(args: TuneArgs) -> str:
+    if not args.gpu:
+        return NOT_MEASURED
+    _, _, statement = NOT_MEASURED.partition(": ")
+    return f"--gpu {args.gpu}: {statement}"

@@ -1,1 +1,22 @@
-"""Planning for a cluster you do not have: its devices, its compiler, an estimate of its step."""
+"""Planning for a cluster you do not have: its devices, its compiler, an estimate of its step.
+
+Modules, from the bottom up:
+
+    options          the compiler options that were shown to help
+    target_config    the description of an absent GPU for its compiler
+    topology         clusters as text, and as devices to compile for
+    assumptions      what an estimate assumes of a device and its links
+    replay           simulates a compiled schedule
+    estimate         the times of a step by the replay, with ranges
+    machine          the devices that an estimate is for
+    child_process    a separate process that compiles
+    compile          requests to compile a step, and its result
+    compile_process  the program of that process
+    strategies       sharding strategies as configurations
+    costs            estimates of a configuration before it is compiled
+    search           ranks all configurations by these
+    report           one compiled configuration and its timeline
+    comparison       several, side by side
+    choose           `--auto`: decides among the first of a search
+    suggest          configurations with less memory
+"""

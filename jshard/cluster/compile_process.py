@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard.api.optimizer import abstract_optimizer
-from jshard.cluster.compile import CompiledStep, CompileError, CompileRequest, TooLargeError, answer
+from jshard.cluster.child_process import CompileError, answer
+from jshard.cluster.compile import CompiledStep, CompileRequest, TooLargeError
 from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.topology import Topology, parse_topology, topology_devices, traced_for_device
 from jshard.engine.context import plain_flax
@@ -32,7 +33,11 @@ from jshard.recipes.recipe import Recipe, versions
 from jshard.recipes.step import lower_step
 
 # The TPU compiler's messages for a program that does not fit: needed and available GiB.
-_TOO_LARGE = (r"Used ([\d.]+)G of ([\d.]+)G hbm", r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)")
+_TOO_LARGE = (
+    r"Used ([\d.]+)G of ([\d.]+)G hbm",
+    r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)",
+)
+_SHOWN_LINES = 6  # of a compiler's message
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,43 +45,41 @@ def main(argv: Sequence[str]) -> int:
     return answer(argv, _result)
 
 
-def _result(asked: dict[str, Any], folder: Path) -> CompiledStep:
+def _result(request: dict[str, Any], folder: Path) -> CompiledStep:
+    """Returns the compiled step. Warnings are among its notes, because the output of the child is not shown."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        step = _compiled_step(CompileRequest(**asked))
-    said = (str(one.message) for one in caught if issubclass(one.category, UserWarning))
-    return dataclasses.replace(step, notes=tuple(dict.fromkeys((*said, *step.notes))))
+        step = _compiled_step(CompileRequest(**request))
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    notes = dict.fromkeys((*messages, *step.notes))  # each once
+    return dataclasses.replace(step, notes=tuple(notes))
 
 
 def _compiled_step(request: CompileRequest) -> CompiledStep:
     model_file = load_model_file(request.model).with_units(request.units)
-    recipe = override(model_file.recipe(request.recipe)[1], request.settings)
+    _, recipe = model_file.recipe(request.recipe)
+    recipe = override(recipe, request.settings)
     topology = parse_topology(request.topology)
     mesh = js.mesh(**request.mesh, devices=topology_devices(topology))
     assert isinstance(mesh, Mesh)  # it was created with devices
+
     start_s = time.perf_counter()
-    try:
-        with contextlib.ExitStack() as stack:
-            assumed = stack.enter_context(traced_for_device(topology.device))
-            stack.enter_context(plain_flax() if request.plain_flax else contextlib.nullcontext())
-            model, lowered = lowered_step(model_file, recipe, mesh, shard_replicated=request.shard_replicated)
-            notes = assumed()
-    except FourPartError:
-        raise
-    except ValueError as error:
-        raise refuses_batches(model_file.path, error) from error
-    lowered_s = time.perf_counter()
+    model, lowered, notes = _traced(request, model_file, recipe, mesh, topology)
+    traced_s = time.perf_counter()
     options = options_for(
         request.profile,
         platform=topology.device.name,
         overrides={},
+        # On the mesh, so that the compiler of the cluster answers, and not that of this process's CPU.
         try_compile=compile_nothing(NamedSharding(mesh, PartitionSpec())),
     )
     compiled = _compiled(lowered, options, topology)
-    done_s = time.perf_counter()
+    compiled_s = time.perf_counter()
+
     plan = js.plan(model, wrt=model_file.wrt)
     flops, formula = model_file.step_flops(recipe, plan)
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # children: ptxas
+    own_usage = resource.getrusage(resource.RUSAGE_SELF)
+    children_usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # ptxas
     return CompiledStep(
         text=compiled.as_text() or "",
         memory=_memory(compiled, topology),
@@ -87,19 +90,40 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
         accumulate=recipe.accumulate,
         flops=flops,
         flops_formula=formula,
-        trace_s=lowered_s - start_s,
-        compile_s=done_s - lowered_s,
-        cpu_s=sum(one.ru_utime + one.ru_stime for one in used),
-        rss_bytes=used[0].ru_maxrss * 1024,
+        trace_s=traced_s - start_s,
+        compile_s=compiled_s - traced_s,
+        cpu_s=_cpu_s(own_usage) + _cpu_s(children_usage),
+        rss_bytes=own_usage.ru_maxrss * 1024,  # Linux counts KiB
         versions=versions(),
         notes=notes,
     )
 
 
+def _cpu_s(usage: resource.struct_rusage) -> float:
+    return usage.ru_utime + usage.ru_stime
+
+
+def _traced(
+    request: CompileRequest, model_file: ModelFile, recipe: Recipe, mesh: Mesh, topology: Topology
+) -> tuple[nnx.Module, jax.stages.Lowered, tuple[str, ...]]:
+    """Returns the model, its lowered step, and the assumptions of tracing for an absent device."""
+    with contextlib.ExitStack() as stack:
+        assumptions = stack.enter_context(traced_for_device(topology.device))
+        if request.plain_flax:
+            stack.enter_context(plain_flax())
+        try:
+            model, lowered = lowered_step(model_file, recipe, mesh, shard_replicated=request.shard_replicated)
+        except FourPartError:  # many are a ValueError, too, but say better what is wrong
+            raise
+        except ValueError as error:
+            raise refuses_batches(model_file.path, error) from error
+        return model, lowered, assumptions()
+
+
 def lowered_step(
     model_file: ModelFile, recipe: Recipe, mesh: Mesh, *, shard_replicated: bool = False
 ) -> tuple[nnx.Module, jax.stages.Lowered]:
-    """The lowered step of a recipe on a mesh, and its model, both without arrays."""
+    """Returns the lowered step of a recipe on a mesh, and its model, both without arrays."""
     model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(
         model, optimizer_of(recipe, model), wrt=model_file.wrt, shard_replicated=shard_replicated
@@ -116,21 +140,24 @@ def _compiled(lowered: jax.stages.Lowered, options: Options, topology: Topology)
 
 
 def compiler_error(error: Exception, topology: Topology) -> FourPartError:
-    """A compiler's error in four parts."""
-    said = str(error)
-    used = next(filter(None, (re.search(form, said) for form in _TOO_LARGE)), None)
-    if used is None:
-        return CompileError(
-            "The compiler failed.",
-            where=topology.text,
-            why="\n".join(said.splitlines()[:6]),
-            do="--options none  # compiles without jshard's options",
-        )
-    return TooLargeError(
-        f"does not fit: {float(used[1]):.1f} GiB of {float(used[2]):.1f} in each {topology.device.title}.",
+    """Returns a compiler's error in four parts."""
+    lines = str(error).splitlines()
+    for pattern in _TOO_LARGE:
+        match = re.search(pattern, str(error))
+        if match is not None:
+            needed_gib = float(match[1])
+            available_gib = float(match[2])
+            return TooLargeError(
+                f"does not fit: {needed_gib:.1f} GiB of {available_gib:.1f} in each {topology.device.title}.",
+                where=topology.text,
+                why=f"the compiler's own figure: {lines[0]}",
+                do="use a --topology with more devices, --set accumulate=2, or a smaller --set batch_size=N.",
+            )
+    return CompileError(
+        "The compiler failed.",
         where=topology.text,
-        why=f"the compiler's own figure: {said.splitlines()[0]}",
-        do="use a --topology with more devices, --set accumulate=2, or a smaller --set batch_size=N.",
+        why="\n".join(lines[:_SHOWN_LINES]),
+        do="--options none  # compiles without jshard's options",
     )
 
 

@@ -3,24 +3,25 @@
 Memory is that of `jshard.inspect.memory`. Time is that of matrix products, of traffic to the device's memory, and of
 the plan's exposed collectives, if as much as possible is hidden behind computation. Costs common to all configurations
 are left out: a model's communication over its own axes, and copies between device and host.
+
+A search considers many configurations, so little is traced for each. What a model saves for backward grows linearly
+with the batch, and does not depend on the number of data shards. So it is traced for two small batches on two devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from flax import nnx
 
 import jshard as js
 from jshard.api.revise import has_inner_units, repeated_layers, revise
-from jshard.cluster.compile import Variant
-from jshard.cluster.estimate import Machine
-from jshard.cluster.replay import Assumptions
+from jshard.cluster.assumptions import Assumptions
+from jshard.cluster.compile import UnitSettings, Variant
+from jshard.cluster.machine import Machine
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
 from jshard.inspect.communication import FORWARD, traffic_of
 from jshard.inspect.hlo.collectives import group_along
@@ -35,13 +36,22 @@ from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
 
 _RECOMPUTED = {"full": 4 / 3, "dots": 1.0, "none": 1.0}  # arithmetic relative to that of forward and backward
+# Shares of forward in the computation of a microbatch: backward has two products for each, and a third one if it
+# computes forward again.
+_FORWARD_SHARE = 1 / 3
+_FORWARD_SHARE_RECOMPUTED = 0.25
 # Passes over the device's memory per byte that is saved, and per byte that would be saved without remat, which is read
 # and written in any case. As in programs that XLA compiled for GPUs.
-_SAVED_PASSES, _COMPUTED_PASSES, _AGAIN_PASSES = 3.0, 3.4, 1.7
+_SAVED_PASSES = 3.0
+_COMPUTED_PASSES = 3.4
+_RECOMPUTED_PASSES = 1.7  # more of the latter if it is computed again
 _UPDATE_PASSES = 7.0  # over the parameter shard: AdamW reads four arrays and writes three
 
-_Axes = tuple[tuple[str, int], ...]
-_TRACED: _Axes = (REPLICA, 1), (FSDP, 2)  # the smallest mesh with sharded parameters
+# Settings as tuples, so that they are keys of a cache.
+_Degrees = tuple[tuple[str, int], ...]
+_Settings = tuple[tuple[str, bool | int | str | None], ...]
+
+_TRACED_MESH: _Degrees = ((REPLICA, 1), (FSDP, 2))  # the smallest mesh with sharded parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Collectives:
-    """Equal ones."""
+    """Equal collectives of a microbatch."""
 
     phase: str  # `forward` or `backward`
     count: int
@@ -72,12 +82,12 @@ class Collectives:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
-    """The facts that do not depend on the batch."""
+class _PlannedModel:
+    """The facts about an annotated model that do not depend on the batch."""
 
     plan: ShardPlan
-    held: Memory
-    kept_bytes: int
+    memory: Memory  # without activations
+    kept_bytes: int  # gathered parameters of the layers that are kept for backward
     collectives: tuple[Collectives, ...]
 
 
@@ -85,140 +95,195 @@ class Costs:
     """Estimates for configurations of one recipe on one machine; their common parts are traced once."""
 
     def __init__(self, model_file: ModelFile, recipe: Recipe, machine: Machine) -> None:
-        self.model_file, self.recipe, self.machine = model_file, recipe, machine
+        self.model_file = model_file
+        self.recipe = recipe
+        self.machine = machine
 
     def of(self, variant: Variant) -> Cost:
-        """The estimate for one configuration, whose batch divides over its mesh."""
+        """Returns the estimate for one configuration, whose batch divides over its mesh.
+
+        Raises:
+            SettingError: the recipe cannot have its settings.
+            AnnotationError: the model cannot be annotated on its mesh.
+        """
         recipe = override(self.recipe, variant.settings)
-        way = self._way(tuple(variant.mesh.items()), tuple(variant.units.items()))
-        plan, parts = way.plan, recipe.accumulate
-        rows = recipe.batch_size // parts // data_shards(variant.mesh)
-        saved = self._saved(rows, str(variant.units.get("remat", "")), _beside(variant))
-        compute_s = self._compute_s(plan, recipe, rows, variant)
-        saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + way.kept_bytes)
-        memory = way.held.with_activations(saved)
-        planned_s, waits_s = _exposed_s(way.collectives, self._there_s(plan, compute_s / parts))
+        planned = self._planned(tuple(variant.mesh.items()), tuple(variant.units.items()))
+        rows = recipe.batch_size // recipe.accumulate // data_shards(variant.mesh)
+        saved = self._saved(rows, _remat_setting(variant), _sequence_axes(variant))
+        saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + planned.kept_bytes)
+        memory = planned.memory.with_activations(saved)
+        compute_s = self._compute_s(planned.plan, recipe, rows, variant)
+        phases_s = self._phases_s(planned.plan, compute_s / recipe.accumulate)
+        communication_s, exposed_s = _exposed_s(planned.collectives, phases_s)
         return Cost(
             variant=variant,
             memory=memory,
-            compute_s=compute_s + self._update_s(plan),
-            communication_s=planned_s * parts,
-            exposed_s=waits_s * parts,
-            left_out=tuple(_left_out(plan, memory)),
+            compute_s=compute_s + self._update_s(planned.plan),
+            communication_s=communication_s * recipe.accumulate,
+            exposed_s=exposed_s * recipe.accumulate,
+            left_out=tuple(_left_out(planned.plan, memory)),
         )
 
     @functools.cached_property
     def remat(self) -> str:
         """The remat policy of the layers, as annotated."""
-        return _remat_of(self._way(_TRACED, ()).plan, self._layer_names)
+        return _remat_of(self._planned(_TRACED_MESH, ()).plan, self._layer_names)
 
     def held_bytes(self, mesh: Mapping[str, int]) -> int:
-        """The minimum memory per device on a mesh of these degrees: the state between steps, and the gradients."""
-        held = self._way(tuple(mesh.items()), ()).held
-        return held.held_bytes + held.gradients_bytes
+        """Returns the minimum memory per device on a mesh: the state between steps, and the gradients."""
+        memory = self._planned(tuple(mesh.items()), ()).memory
+        return memory.held_bytes + memory.gradients_bytes
 
     def unit_bytes(self, mesh: Mapping[str, int]) -> int:
-        """Gathered bytes of the largest unit."""
-        return self._way(tuple(mesh.items()), ()).held.largest_unit_bytes
+        """Returns the gathered bytes of the largest unit."""
+        return self._planned(tuple(mesh.items()), ()).memory.largest_unit_bytes
 
-    # ---- what is traced ------------------------------------------------------------------------------------------
+    # ---- what is planned
 
     @functools.cached_property
     def _layer_names(self) -> frozenset[str]:
-        model = self._model(_TRACED)
-        layers = set(map(id, repeated_layers(model)))
-        return frozenset("/".join(map(str, p)) for p, m in modules(model) if id(m) in layers)
+        """The paths of the layers that the model has many of."""
+        model = self._model(_TRACED_MESH)
+        layer_ids = {id(layer) for layer in repeated_layers(model)}
+        return frozenset("/".join(map(str, path)) for path, module in modules(model) if id(module) in layer_ids)
 
-    def _is_layer(self, name: str) -> bool:
-        return any(part in self._layer_names for part in name.split("+"))
+    def _is_layer(self, unit: UnitPlan) -> bool:
+        return any(path in self._layer_names for path in unit.name.split("+"))
 
-    @functools.cache  # noqa: B019  (one is made by a command)
-    def _model(self, mesh: tuple[tuple[str, int], ...]) -> nnx.Module:
+    @functools.cache  # noqa: B019  (a command makes one `Costs`)
+    def _model(self, mesh: _Degrees) -> nnx.Module:
         degrees = dict(mesh)
-        abstract = js.mesh(**degrees, devices=math.prod(degrees.values()))
-        return abstract_model(self.model_file, self.recipe, abstract)
+        abstract_mesh = js.mesh(**degrees, devices=math.prod(degrees.values()))
+        return abstract_model(self.model_file, self.recipe, abstract_mesh)
 
     @functools.cache  # noqa: B019
-    def _way(self, mesh: tuple[tuple[str, int], ...], units: tuple[tuple[str, Any], ...]) -> _Way:
+    def _planned(self, mesh: _Degrees, units: _Settings) -> _PlannedModel:
         plan = js.plan(self._revised(mesh, dict(units)), wrt=self.model_file.wrt)
-        held = memory_of(plan, optimizer=self.recipe.optimizer())
+        memory = memory_of(plan, optimizer=self.recipe.optimizer())
         # Of the layers only; the traced step contains the other units' copies, but none of the layers.
-        kept = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit.name))
-        return _Way(plan, held, kept, tuple(_planned(plan, self.machine.assumptions)))
+        layers_kept_bytes = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit))
+        return _PlannedModel(plan, memory, layers_kept_bytes, tuple(_collectives(plan, self.machine.assumptions)))
 
-    def _revised(self, mesh: tuple[tuple[str, int], ...], units: Mapping[str, Any]) -> nnx.Module:
-        model = nnx.merge(*nnx.split(self._model(mesh)))
+    def _revised(self, mesh: _Degrees, units: UnitSettings) -> nnx.Module:
+        """Returns the model with other settings of its units."""
+        model = nnx.merge(*nnx.split(self._model(mesh)))  # a copy: `revise` changes it, and the model is in the cache
         if has_inner_units(model):  # else only the mesh can vary
             revise(model, units)
         return model
 
-    def _saved(self, rows: int, remat: str, beside: _Axes) -> Activations:
-        """The bytes a device saves for this many sequences: linear, from two traced batch sizes."""
-        low, high = self._numbers
-        few, more = (self._traced(n, remat, beside) for n in (low, high))
-        growth = lambda name: (getattr(more, name) - getattr(few, name)) // (high - low)
-        at = lambda name: max(0, getattr(few, name) + (rows - low) * growth(name))
-        return Activations(**{field.name: at(field.name) for field in dataclasses.fields(Activations)})
+    # ---- what is traced
+
+    def _saved(self, rows: int, remat: str, axes: _Degrees) -> Activations:
+        """Returns the bytes that a device saves for backward: linear, from two traced batch sizes.
+
+        Args:
+            rows: sequences per device.
+            remat: the policy of the layers; empty as annotated.
+            axes: degrees that split each sequence, or the layers.
+        """
+        low, high = self._traced_rows
+        at_low = self._traced(low, remat, axes)
+        at_high = self._traced(high, remat, axes)
+        values = {}
+        for field in dataclasses.fields(Activations):
+            value = getattr(at_low, field.name)
+            growth = (getattr(at_high, field.name) - value) // (high - low)
+            values[field.name] = max(0, value + (rows - low) * growth)
+        return Activations(**values)
 
     @functools.cache  # noqa: B019
-    def _traced(self, rows: int, remat: str, beside: _Axes) -> Activations:
-        saved, whole = (
-            self._arrays(rows, "" if policy == self.remat else policy, beside)
-            for policy in (remat or self.remat, "none")
-        )
-        return summed(saved, whole, self._depths)
+    def _traced(self, rows: int, remat: str, axes: _Degrees) -> Activations:
+        """Returns the bytes that a device saves for a batch that is traced."""
+        saved = self._arrays(rows, self._unless_annotated(remat), axes)
+        without_remat = self._arrays(rows, self._unless_annotated("none"), axes)
+        return summed(saved, without_remat, self._depths)
+
+    def _unless_annotated(self, remat: str) -> str:
+        """Returns a policy; empty if the layers have it anyway, so that one trace serves both."""
+        return "" if remat == self.remat else remat
 
     @functools.cached_property
     def _depths(self) -> Collection[int]:
-        return repeated_layers(self._model(_TRACED)).values()
+        """The numbers of layers that the model has of one kind."""
+        return repeated_layers(self._model(_TRACED_MESH)).values()
 
     @functools.cached_property
-    def _numbers(self) -> tuple[int, int]:
-        """The traced number of sequences per device, chosen so that no array looks like a stack of layers."""
-        taken = {n for depth in self._depths if depth > 1 for n in (depth, depth - 1)}
-        low = next(n for n in itertools.count(1) if not taken & {n, n + 1, 2 * n, 2 * n + 2})
+    def _traced_rows(self) -> tuple[int, int]:
+        """The traced numbers of sequences per device, chosen so that no array looks like a stack of layers."""
+        taken = set()
+        for depth in self._depths:
+            if depth > 1:
+                taken |= {depth, depth - 1}
+        low = 1
+        # Twice as many: the batch has the rows of both devices of the mesh.
+        while not taken.isdisjoint({low, low + 1, 2 * low, 2 * (low + 1)}):
+            low += 1
         return low, low + 1
 
     @functools.cache  # noqa: B019
-    def _arrays(self, rows: int, remat: str, beside: _Axes) -> Saved:
-        units = {"reshard_after_forward": True} | ({"remat": remat} if remat else {})
-        model = self._revised((*_TRACED, *beside), units)
+    def _arrays(self, rows: int, remat: str, axes: _Degrees) -> Saved:
+        units: dict[str, bool | str] = {"reshard_after_forward": True}
+        if remat:
+            units["remat"] = remat
+        model = self._revised((*_TRACED_MESH, *axes), units)
         batch = batch_of(self.model_file, self.recipe, 2 * rows)
         return saved_arrays(model, self.model_file.loss, batch, wrt=self.model_file.wrt)
 
-    # ---- times ---------------------------------------------------------------------------------------------------
+    # ---- times
 
     def _compute_s(self, plan: ShardPlan, recipe: Recipe, rows: int, variant: Variant) -> float:
-        """Forward and backward of all microbatches on one device."""
-        a = self.machine.assumptions
-        flops = self.model_file.step_flops(recipe, plan)[0] / self.machine.num_devices
+        """Returns the time of forward and backward of all microbatches on one device."""
+        assumptions = self.machine.assumptions
+        step_flops, _ = self.model_file.step_flops(recipe, plan)
+        flops = step_flops / self.machine.num_devices
         remat = _remat_of(plan, self._layer_names)
-        products_s = flops * _RECOMPUTED.get(remat, 1.0) / (a.flops_per_s * a.matmul_efficiency)
-        beside = _beside(variant)
-        saved = self._saved(rows, str(variant.units.get("remat", "")), beside).saved_bytes
-        passes = _COMPUTED_PASSES + (_AGAIN_PASSES if remat == "full" else 0.0)
-        traffic = _SAVED_PASSES * saved + passes * self._saved(rows, "none", beside).saved_bytes
-        return products_s + recipe.accumulate * traffic / (a.memory_bytes_per_s * a.memory_efficiency)
+        reached_flops_per_s = assumptions.flops_per_s * assumptions.matmul_efficiency
+        products_s = flops * _RECOMPUTED.get(remat, 1.0) / reached_flops_per_s
+
+        axes = _sequence_axes(variant)
+        saved_bytes = self._saved(rows, _remat_setting(variant), axes).saved_bytes
+        computed_bytes = self._saved(rows, "none", axes).saved_bytes
+        passes = _COMPUTED_PASSES
+        if remat == "full":
+            passes += _RECOMPUTED_PASSES
+        traffic_bytes = _SAVED_PASSES * saved_bytes + passes * computed_bytes
+        return products_s + recipe.accumulate * traffic_bytes / self._reached_bytes_per_s
 
     def _update_s(self, plan: ShardPlan) -> float:
-        a = self.machine.assumptions
-        return _UPDATE_PASSES * plan.bytes_per_device / (a.memory_bytes_per_s * a.memory_efficiency)
+        """Returns the time of the optimizer's update."""
+        return _UPDATE_PASSES * plan.bytes_per_device / self._reached_bytes_per_s
 
-    def _there_s(self, plan: ShardPlan, compute_s: float) -> dict[str, float]:
-        """The forward and the backward part of a microbatch's computation."""
-        forward_s = compute_s * (0.25 if _remat_of(plan, self._layer_names) == "full" else 1 / 3)
+    @property
+    def _reached_bytes_per_s(self) -> float:
+        assumptions = self.machine.assumptions
+        return assumptions.memory_bytes_per_s * assumptions.memory_efficiency
+
+    def _phases_s(self, plan: ShardPlan, compute_s: float) -> dict[str, float]:
+        """Returns the forward and the backward part of a microbatch's computation."""
+        share = _FORWARD_SHARE
+        if _remat_of(plan, self._layer_names) == "full":
+            share = _FORWARD_SHARE_RECOMPUTED
+        forward_s = compute_s * share
         return {"forward": forward_s, "backward": compute_s - forward_s}
 
 
-def _beside(variant: Variant) -> _Axes:
-    """The axes that split each sequence, or the layers, over devices."""
+# ---- configurations
+
+
+def _remat_setting(variant: Variant) -> str:
+    """Returns the remat policy that a configuration requests; empty if it has the annotated one."""
+    return str(variant.units.get("remat", ""))
+
+
+def _sequence_axes(variant: Variant) -> _Degrees:
+    """Returns the axes that split each sequence, or the layers, over devices."""
     return tuple((axis, variant.mesh.get(axis, 1)) for axis in (CONTEXT, TENSOR))
 
 
 def _left_out(plan: ShardPlan, memory: Memory) -> Iterator[str]:
-    """The costs of a configuration that an estimate does not model."""
+    """Yields the costs of a configuration that an estimate does not model."""
     degrees = dict(plan.mesh)
-    if max(degrees.get(axis, 1) for axis in (EXPERT, CONTEXT, TENSOR)) > 1:
+    if any(degrees.get(axis, 1) > 1 for axis in (EXPERT, CONTEXT, TENSOR)):
         yield "collectives over expert, context and tensor"
     if not all(unit.gathered for unit in plan.units):
         yield "the communication of units that are never gathered"
@@ -227,39 +292,70 @@ def _left_out(plan: ShardPlan, memory: Memory) -> Iterator[str]:
 
 
 def _remat_of(plan: ShardPlan, layers: frozenset[str]) -> str:
-    """The remat policy of the layers."""
-    found = [unit.remat for unit in plan.units if unit.name in layers]
-    return found[0] if found else "none"
+    """Returns the remat policy of the layers, which is the same for all."""
+    for unit in plan.units:
+        if unit.name in layers:
+            return unit.remat
+    return "none"
 
 
-def _planned(plan: ShardPlan, assumptions: Assumptions) -> Iterator[Collectives]:
-    """The collectives of forward and backward in a plan, by kind of unit."""
-    root = plan.units[0].name
-    for _, units, unit in folded_units(plan):
+# ---- collectives
+
+
+def _collectives(plan: ShardPlan, assumptions: Assumptions) -> Iterator[Collectives]:
+    """Yields the collectives of forward and backward in a plan, by kind of unit."""
+    root = plan.units[0]
+    for folded in folded_units(plan):
+        unit = folded.first
         layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
-        for phase, kind, each_s in _of_unit(plan, unit, layers, assumptions):
-            alone = unit.name == root or (unit.prefetch == "0" and kind == "all-gather")
-            yield Collectives(phase, units * layers, each_s, alone)
+        for transfer in _layer_transfers(plan, unit, layers, assumptions):
+            # The root is gathered first and reduced last; without prefetch a unit waits for its own gather.
+            waits_for_gather = unit.prefetch == "0" and transfer.kind == "all-gather"
+            is_alone = unit.name == root.name or waits_for_gather
+            yield Collectives(transfer.phase, folded.count * layers, transfer.seconds, is_alone)
 
 
-def _of_unit(
+@dataclasses.dataclass(frozen=True)
+class _LayerTransfer:
+    """A collective of one layer."""
+
+    phase: str  # `forward` or `backward`
+    kind: str
+    seconds: float
+
+
+def _layer_transfers(
     plan: ShardPlan, unit: UnitPlan, layers: int, assumptions: Assumptions
-) -> Iterator[tuple[str, str, float]]:
-    """The collectives of one layer of a unit: (forward or backward, kind, seconds)."""
-    of_unit = dataclasses.replace(plan, leaves=plan.unit_leaves(unit.name))
-    for one in (t for t in traffic_of(of_unit) if t.group_size > 1):
-        phase = "forward" if one.purpose.startswith(FORWARD) else "backward"
-        group = group_along(dict(plan.mesh), one.axes)[:: one.apart][: one.group_size]
-        yield phase, one.kind, assumptions.transfer_s(one.kind, one.full_bytes / layers, group)
+) -> Iterator[_LayerTransfer]:
+    """Yields the collectives of one layer of a unit."""
+    degrees = dict(plan.mesh)
+    plan_of_unit = dataclasses.replace(plan, leaves=plan.unit_leaves(unit.name))
+    for traffic in traffic_of(plan_of_unit):
+        if traffic.group_size == 1:  # nothing is sent
+            continue
+        phase = "forward" if traffic.purpose.startswith(FORWARD) else "backward"
+        group = group_along(degrees, traffic.axes)[:: traffic.apart][: traffic.group_size]
+        seconds = assumptions.transfer_s(traffic.kind, traffic.full_bytes / layers, group)
+        yield _LayerTransfer(phase, traffic.kind, seconds)
 
 
-def _exposed_s(found: Collection[Collectives], there_s: Mapping[str, float]) -> tuple[float, float]:
-    """The total and the exposed time of some collectives."""
-    total, exposed, left_s = 0.0, 0.0, dict(there_s)
-    for one in found:
-        total += one.count * one.each_s
-        # The first gather and the last reduction of a row of layers have nothing to overlap with.
-        exposed += one.each_s * (one.count if one.is_alone else 1)
-        left_s[one.phase] -= 0.0 if one.is_alone else (one.count - 1) * one.each_s
-    exposed += sum(max(0.0, -one) for one in left_s.values())
-    return total, min(exposed, total)
+def _exposed_s(collectives: Sequence[Collectives], phases_s: Mapping[str, float]) -> tuple[float, float]:
+    """Returns the total and the exposed time of collectives.
+
+    Args:
+        collectives: of a microbatch.
+        phases_s: the computation of its phases, behind which they may be hidden.
+    """
+    total_s = 0.0
+    exposed_s = 0.0
+    left_s = dict(phases_s)  # computation that hides nothing yet; negative if there is more to hide
+    for equal in collectives:
+        total_s += equal.count * equal.each_s
+        if equal.is_alone:
+            exposed_s += equal.each_s * equal.count
+        else:
+            # The first gather and the last reduction of a row of layers have nothing to overlap with.
+            exposed_s += equal.each_s
+            left_s[equal.phase] -= (equal.count - 1) * equal.each_s
+    exposed_s += sum(-seconds for seconds in left_s.values() if seconds < 0)
+    return total_s, min(exposed_s, total_s)

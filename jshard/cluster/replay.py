@@ -1,108 +1,20 @@
-"""Simulates a schedule on two streams, one for computation and one for communication, under stated assumptions."""
+"""Simulates a schedule on two streams, one for computation and one for communication, under stated assumptions.
+
+The computing stream runs the steps in order. A collective that starts is queued on the links, and the computing stream
+continues; where it waits for a collective that is not done yet, that one is *exposed*.
+
+A loop is not simulated round by round: once a round begins with the links in the same state as the round before, the
+rest are equal to it, and their times are multiplied.
+"""
+
+from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 
+from jshard.cluster.assumptions import Assumptions
 from jshard.inspect.hlo import Blocking, Compute, Loop, Schedule, Start, Step, Wait
-from jshard.inspect.hlo.collectives import ring_bytes
-from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.work import EqualProducts, OpWork
-
-# Every device of a host has its own link to other hosts; these kinds use all of them together.
-_SHARED_LINKS = ("all-gather", "reduce-scatter", "all-reduce")
-
-
-# Output tiles of one multiprocessor, as in cuBLAS and CUTLASS; a product takes whole waves of them.
-_TILES, _SPLITS = ((128, 256), (256, 128), (128, 128)), (1, 2, 4, 8)
-# Overhead of a tile for filling its pipeline and writing its result, in contracted elements: two of its steps.
-_FILL = 128
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Assumptions:
-    """A device and its links, for `estimate`."""
-
-    name: str
-    flops_per_s: float  # peak of dense matrix products of 16-bit numbers
-    memory_bytes_per_s: float  # peak of the device memory
-    fast_bytes_per_s: float  # rate of a collective within a host, each way (NVLink, ICI)
-    fast_group: int  # number of devices joined by those links, consecutive in mesh order
-    slow_bytes_per_s: float  # rate of a device's link to other hosts (NIC)
-    latency_s: float = 15e-6  # of one collective
-    fast_hop_s: float = 0.0  # added by each ring step to a neighbour
-    slow_hop_s: float = 0.0  # added by each step to another host
-    matmul_efficiency: float = 0.7  # share of the peak that large products reach, before tiles and waves
-    attention_efficiency: float = 0.45  # share of the peak that attention in one kernel reaches
-    memory_efficiency: float = 0.8  # share of the memory's peak that other operations reach
-    multiprocessors: int = 0  # over which tiles are distributed; 0 to ignore tiles and waves
-    launch_s: float = 0.0  # gap between the end of a kernel and the start of the next
-    contention: float = 0.0  # slowdown of computation beside a collective
-    straggling: float = 0.0  # slowdown of the slowest device, for which all wait
-    host_bytes_per_s: float | None = None  # rate of copies from or to the host, each way; None if unknown
-    # Peaks of other dtypes, by HLO name; the others follow from their width (TF32 half, FP8 twice).
-    flops_per_s_of: tuple[tuple[str, float], ...] = ()
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.flops_per_s / 1e12:g} TFLOP/s x {self.matmul_efficiency:.0%}"
-            f" (attention {self.attention_efficiency:.0%}),"
-            f" memory {self.memory_bytes_per_s / 1e12:g} TB/s x {self.memory_efficiency:.0%},"
-            f" {self.fast_bytes_per_s / 1e9:g} GB/s among {self.fast_group},"
-            f" {self.slow_bytes_per_s / 1e9:g} GB/s beyond, {self.latency_s * 1e6:g} us per collective,"
-            f" computation {self.contention:.0%} longer beside one and {self.straggling:.0%} on the slowest device"
-        )
-
-    def compute_s(self, work: OpWork) -> float:
-        """Time of an operation, bound by its products or by its memory traffic."""
-        products_s = sum(one.flops / self._reached(one) for one in work.products)
-        traffic_s = work.memory_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
-        return self.launch_s + max(products_s, traffic_s) * (1 + self.straggling)
-
-    def _reached(self, product: EqualProducts) -> float:
-        """Operations per second."""
-        peaks = dict(self.flops_per_s_of)
-        by_width = self.flops_per_s * 2 / max(item_bytes(product.dtype), 0.5)
-        peak = peaks.get(product.dtype, by_width)
-        if product.is_attention:
-            return peak * self.attention_efficiency
-        return peak * self.matmul_efficiency * _shape_part(product.sizes, self.multiprocessors)
-
-    def transfer_s(self, kind: str, full_bytes: float, group: Sequence[int]) -> float:
-        """Time of a collective of a group, given its devices' positions in the mesh, alone on the links.
-
-        Between hosts, the slower of two rings determines it: the ring over all devices on the fast links, and the
-        ring over hosts, in which each device of the group carries its share over its own link.
-        """
-        sent = ring_bytes(kind, full_bytes, len(group))
-        hosts = len({position // self.fast_group for position in group})
-        rounds = 2 if kind == "all-reduce" else 1
-        hops_s = rounds * ((len(group) - hosts) * self.fast_hop_s + (hosts - 1) * self.slow_hop_s)
-        fast = sent / self.fast_bytes_per_s
-        if hosts == 1:
-            return fast + self.latency_s + hops_s
-        links = len(group) / hosts if kind in _SHARED_LINKS else 1
-        return max(fast, sent / (self.slow_bytes_per_s * links)) + self.latency_s + hops_s
-
-
-@functools.cache
-def _shape_part(sizes: tuple[float, ...], multiprocessors: int) -> float:
-    """The efficiency of a product of these sizes relative to a large one, with the best tile and split along K."""
-    if not sizes or not multiprocessors:
-        return 1.0
-    batch, rows, columns, contracted = sizes
-    best = 0.0
-    for (high, wide), split in itertools.product(_TILES, _SPLITS):
-        tiles = batch * math.ceil(rows / high) * math.ceil(columns / wide)
-        if split > 1 and tiles > multiprocessors:
-            continue
-        computed = math.ceil(tiles * split / multiprocessors) * multiprocessors * high * wide / split
-        best = max(best, batch * rows * columns / computed * contracted / (contracted + _FILL * split))
-    return best
-
 
 WORKS: tuple[str, ...] = ("products", "attention", "elementwise", "update")  # `update`: after the last product
 _SAME = 1e-9  # of a round's time: rounds that start this similarly are equal
@@ -129,31 +41,97 @@ class Segment:
     loop: str = ""  # name of the innermost loop; empty outside loops
 
 
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """A collective that has started, and for which the computing stream has not waited yet."""
+
+    window: int
+    end_s: float
+
+
+@dataclasses.dataclass
+class _Totals:
+    """Times so far, over all executions."""
+
+    split_s: dict[str, float]  # time that the computing stream worked, by `WORKS`
+    communication_s: list[float]  # of each collective
+    exposed_s: list[float]  # that the computing stream stood still for each collective
+
+    def copy(self) -> _Totals:
+        return _Totals(dict(self.split_s), list(self.communication_s), list(self.exposed_s))
+
+    def add_rounds(self, rounds: int, before: _Totals) -> None:
+        """Adds rounds equal to the last one, which began at the totals `before`."""
+        for work, seconds in self.split_s.items():
+            self.split_s[work] = seconds + rounds * (seconds - before.split_s[work])
+        for sums, sums_before in (
+            (self.communication_s, before.communication_s),
+            (self.exposed_s, before.exposed_s),
+        ):
+            for i, seconds in enumerate(sums):
+                sums[i] = seconds + rounds * (seconds - sums_before[i])
+
+
 class Replay:
-    """One run of a schedule on a machine."""
+    """One run of a schedule on a machine.
+
+    Attributes:
+        clock_s: when the step ended.
+        spans: what ran when; only a few rounds of a loop.
+        segments: the parts of `spans` to show, in order.
+    """
 
     def __init__(self, schedule: Schedule, assumptions: Assumptions) -> None:
         self._assumptions = assumptions
         self._windows = schedule.windows
-        self._takes = [assumptions.transfer_s(w.kind, w.full_bytes, w.group) for w in schedule.windows]
-        self._links_free_s = 0.0
-        self._under_way: dict[str, tuple[float, int]] = {}  # by token: end time and index
+        self._transfers_s = [assumptions.transfer_s(w.kind, w.full_bytes, w.group) for w in schedule.windows]
+        self._links_free_s = 0.0  # when the links have sent all that is queued
+        self._in_flight: dict[str, _InFlight] = {}  # by token
         self._segment = Segment(0.0, 0.0)  # the current segment
-        self.clock_s = 0.0  # when the step ended
-        self.split_s = dict.fromkeys(WORKS, 0.0)  # time that the computing stream worked
-        # Time of each collective over all its executions, and time that the computing stream stood still for it.
-        self.communication_s = [0.0] * len(schedule.windows)
-        self.exposed_s = [0.0] * len(schedule.windows)
-        self.spans: list[Span] = []  # what ran when; only a few rounds of a loop
-        self.segments: list[Segment] = []  # the parts of `spans` to show, in order
-        products = [place for place, step in enumerate(schedule.steps) if _multiplies(step)]
-        update = products[-1] + 1 if products else 0
-        self._other = "elementwise"
-        self._run(schedule.steps[:update])
-        self._other = "update"
-        self._run(schedule.steps[update:])
+        self._totals = _Totals(
+            split_s=dict.fromkeys(WORKS, 0.0),
+            communication_s=[0.0] * len(schedule.windows),
+            exposed_s=[0.0] * len(schedule.windows),
+        )
+        self.clock_s = 0.0
+        self.spans: list[Span] = []
+        self.segments: list[Segment] = []
+
+        num_before_update = 0
+        for i, step in enumerate(schedule.steps):
+            if _multiplies(step):
+                num_before_update = i + 1
+        self._work_without_products = "elementwise"
+        self._run(schedule.steps[:num_before_update])
+        self._work_without_products = "update"
+        self._run(schedule.steps[num_before_update:])
+        # The step ends with its last collective, even if no instruction waits for it.
         self.clock_s = max(self.clock_s, self._links_free_s)
-        self._cut()
+        self._end_segment()
+
+    # ---- results
+
+    @property
+    def compute_s(self) -> float:
+        """Time that the computing stream worked."""
+        return sum(self._totals.split_s.values())
+
+    @property
+    def split_s(self) -> dict[str, float]:
+        """The same, by `WORKS`."""
+        return self._totals.split_s
+
+    @property
+    def communication_s(self) -> list[float]:
+        """Time of each collective over all its executions."""
+        return self._totals.communication_s
+
+    @property
+    def exposed_s(self) -> list[float]:
+        """Time that the computing stream stood still for each collective."""
+        return self._totals.exposed_s
+
+    # ---- steps
 
     def _run(self, steps: Sequence[Step]) -> None:
         for step in steps:
@@ -161,128 +139,152 @@ class Replay:
                 case Compute():
                     self._compute(self._work_of(step), step.name, self._assumptions.compute_s(step.work))
                 case Start():
-                    self._under_way[step.token] = self._send(step.window), step.window
+                    self._in_flight[step.token] = self._send(step.window)
                 case Blocking():
-                    self._stand_still(self._send(step.window), step.window)
+                    self._wait_for(self._send(step.window))
                 case Wait():
-                    if step.token in self._under_way:
-                        self._stand_still(*self._under_way.pop(step.token))
+                    if step.token in self._in_flight:
+                        self._wait_for(self._in_flight.pop(step.token))
                 case Loop():
-                    self._loop(step)
-
-    @property
-    def compute_s(self) -> float:
-        """Time that the computing stream worked."""
-        return sum(self.split_s.values())
+                    if _communicates(step.steps):
+                        self._run_loop(step)
+                    else:
+                        self._compute_loop(step)
 
     def _work_of(self, step: Compute) -> str:
-        """The entry of `WORKS` that an operation belongs to."""
+        """Returns the entry of `WORKS` that an operation belongs to."""
         if not step.work.products:
-            return self._other
-        return "attention" if any(one.is_attention for one in step.work.products) else "products"
+            return self._work_without_products
+        if any(product.is_attention for product in step.work.products):
+            return "attention"
+        return "products"
 
     def _compute(self, work: str, name: str, alone_s: float) -> None:
-        beside_s = min(max(0.0, self._links_free_s - self.clock_s), alone_s * (1 + self._assumptions.contention))
-        seconds = alone_s + beside_s * self._assumptions.contention / (1 + self._assumptions.contention)
-        lane = "other" if work == self._other else "matmul"
+        """Runs an operation that takes `alone_s` without a collective beside it."""
+        contention = self._assumptions.contention
+        slowed_s = alone_s * (1 + contention)  # if collectives run all the time
+        communicating_s = max(0.0, self._links_free_s - self.clock_s)
+        beside_s = min(communicating_s, slowed_s)
+        seconds = alone_s + beside_s * contention / (1 + contention)
+        lane = "other" if work == self._work_without_products else "matmul"
         self.spans.append(Span(lane, self.clock_s, self.clock_s + seconds, name))
         self.clock_s += seconds
-        self.split_s[work] += seconds
+        self._totals.split_s[work] += seconds
 
-    def _send(self, window: int) -> float:
-        """Queues a collective; returns its end time."""
-        begin = max(self.clock_s, self._links_free_s)
-        self._links_free_s = begin + self._takes[window]
-        self.communication_s[window] += self._takes[window]
-        name = self._windows[window].name
-        self.spans.append(Span("communication", begin, self._links_free_s, name, window))
-        return self._links_free_s
+    def _send(self, window: int) -> _InFlight:
+        """Queues a collective on the links, which run one after another."""
+        begin_s = max(self.clock_s, self._links_free_s)
+        end_s = begin_s + self._transfers_s[window]
+        self._links_free_s = end_s
+        self._totals.communication_s[window] += self._transfers_s[window]
+        self.spans.append(Span("communication", begin_s, end_s, self._windows[window].name, window))
+        return _InFlight(window, end_s)
 
-    def _stand_still(self, until_s: float, window: int) -> None:
-        if until_s > self.clock_s:
-            self.exposed_s[window] += until_s - self.clock_s
-            self.spans.append(Span("exposed", self.clock_s, until_s, self._windows[window].name, window))
-            self.clock_s = until_s
-
-    def _loop(self, loop: Loop) -> None:
-        if not _communicates(loop.steps):
-            for work, seconds in self._computing_s(loop.steps).items():
-                self._compute(work, loop.name, loop.rounds * seconds)
+    def _wait_for(self, collective: _InFlight) -> None:
+        if collective.end_s <= self.clock_s:
             return
+        window = collective.window
+        self._totals.exposed_s[window] += collective.end_s - self.clock_s
+        self.spans.append(Span("exposed", self.clock_s, collective.end_s, self._windows[window].name, window))
+        self.clock_s = collective.end_s
+
+    # ---- loops
+
+    def _compute_loop(self, loop: Loop) -> None:
+        """Runs a loop without collectives: each kind of work of all rounds at once."""
+        for work, round_s in self._computing_s(loop.steps).items():
+            self._compute(work, loop.name, loop.rounds * round_s)
+
+    def _computing_s(self, steps: Sequence[Step]) -> Mapping[str, float]:
+        """Returns the time of each of `WORKS` in steps that only compute."""
+        seconds = collections.defaultdict[str, float](float)
+        for step in steps:
+            if isinstance(step, Compute):
+                seconds[self._work_of(step)] += self._assumptions.compute_s(step.work)
+            elif isinstance(step, Loop):
+                for work, round_s in self._computing_s(step.steps).items():
+                    seconds[work] += step.rounds * round_s
+        return seconds
+
+    def _run_loop(self, loop: Loop) -> None:
+        """Runs the rounds of a loop until two begin alike; the rest are equal to the last of these."""
         outside = self._segment
-        self._cut()
+        self._end_segment()
         self._rename(loop.enters)
         num_segments = len(self.segments)
-        for done in range(1, loop.rounds + 1):
+        for num_done in range(1, loop.rounds + 1):
+            # Only the last simulated round is shown: the rounds before it are not yet steady.
             del self.segments[num_segments:]
             self._segment = Segment(self.clock_s, 0.0, outside.rounds * loop.rounds, loop.name)
-            begin_s, sums, state = self.clock_s, self._sums(), self._state()
+            begin_s = self.clock_s
+            totals = self._totals.copy()
+            busy = self._busy_s()
             self._run(loop.steps)
             self._rename(loop.turns)
-            self._cut()
-            period_s = self.clock_s - begin_s
-            if _alike(state, self._state(), period_s):
-                self._repeat(loop.rounds - done, period_s, sums)
+            self._end_segment()
+            round_s = self.clock_s - begin_s
+            if _is_alike(busy, self._busy_s(), round_s):
+                self._repeat_round(loop.rounds - num_done, round_s, totals)
                 break
         self._rename(loop.leaves)
         self._segment = dataclasses.replace(outside, begin_s=self.clock_s)
 
-    def _computing_s(self, steps: Sequence[Step]) -> Mapping[str, float]:
-        """Time of each of `WORKS` in steps that only compute."""
-        found = collections.defaultdict[str, float](float)
-        for step in steps:
-            if isinstance(step, Compute):
-                found[self._work_of(step)] += self._assumptions.compute_s(step.work)
-            elif isinstance(step, Loop):
-                for work, seconds in self._computing_s(step.steps).items():
-                    found[work] += step.rounds * seconds
-        return found
+    def _repeat_round(self, rounds: int, round_s: float, before: _Totals) -> None:
+        """Adds rounds equal to the last one, given the totals before it."""
+        self._totals.add_rounds(rounds, before)
+        later_s = rounds * round_s
+        self.clock_s += later_s
+        self._links_free_s += later_s
+        for token, collective in self._in_flight.items():
+            window = collective.window
+            end_s = collective.end_s + later_s
+            self._in_flight[token] = _InFlight(window, end_s)
+            # It is drawn where it now is: a later segment shows what is under way when it begins.
+            begin_s = end_s - self._transfers_s[window]
+            self.spans.append(Span("communication", begin_s, end_s, self._windows[window].name, window))
 
-    def _repeat(self, rounds: int, period_s: float, before: list[float]) -> None:
-        """Adds rounds equal to the last one, given the sums before it."""
-        now = self._sums()
-        added = [rounds * (a - b) for a, b in zip(now, before, strict=True)]
-        n = len(self._windows)
-        self.communication_s = [x + y for x, y in zip(now[:n], added[:n], strict=True)]
-        self.exposed_s = [x + y for x, y in zip(now[n : 2 * n], added[n : 2 * n], strict=True)]
-        self.split_s = dict(zip(WORKS, (x + y for x, y in zip(now[2 * n :], added[2 * n :], strict=True)), strict=True))
-        later = rounds * period_s
-        self.clock_s += later
-        self._links_free_s += later
-        for token, (end_s, window) in self._under_way.items():
-            self._under_way[token] = end_s + later, window
-            begin_s = end_s + later - self._takes[window]
-            self.spans.append(Span("communication", begin_s, end_s + later, self._windows[window].name, window))
-
-    def _sums(self) -> list[float]:
-        return [*self.communication_s, *self.exposed_s, *self.split_s.values()]
-
-    def _state(self) -> dict[str, float]:
-        """The remaining time of the collectives in flight, by token; that of the links under ""."""
-        ends = {token: end_s for token, (end_s, _) in self._under_way.items()} | {"": self._links_free_s}
-        return {token: max(0.0, end_s - self.clock_s) for token, end_s in ends.items()}
+    def _busy_s(self) -> dict[str, float]:
+        """Returns the remaining time of the collectives in flight, by token; that of the links under ""."""
+        ends_s = {token: collective.end_s for token, collective in self._in_flight.items()}
+        ends_s[""] = self._links_free_s
+        return {token: max(0.0, end_s - self.clock_s) for token, end_s in ends_s.items()}
 
     def _rename(self, tokens: Sequence[tuple[str, str]]) -> None:
-        moved = {new: self._under_way.pop(old) for old, new in tokens if old in self._under_way}
-        self._under_way |= moved
+        """Gives collectives in flight the tokens that they have in another computation."""
+        renamed = {}
+        for old, new in tokens:
+            if old in self._in_flight:
+                renamed[new] = self._in_flight.pop(old)
+        # After all are taken out: two tokens may change places.
+        self._in_flight |= renamed
 
-    def _cut(self) -> None:
-        """Ends the current segment."""
+    def _end_segment(self) -> None:
+        """Ends the current segment, and begins an equal one."""
         if self.clock_s > self._segment.begin_s:
             self.segments.append(dataclasses.replace(self._segment, end_s=self.clock_s))
         self._segment = dataclasses.replace(self._segment, begin_s=self.clock_s)
 
 
 def _communicates(steps: Sequence[Step]) -> bool:
-    return any(_communicates(step.steps) if isinstance(step, Loop) else not isinstance(step, Compute) for step in steps)
+    """Returns whether steps contain a collective."""
+    for step in steps:
+        if isinstance(step, Loop):
+            if _communicates(step.steps):
+                return True
+        elif not isinstance(step, Compute):
+            return True
+    return False
 
 
 def _multiplies(step: Step) -> bool:
+    """Returns whether a step contains a matrix product."""
     if isinstance(step, Loop):
-        return any(map(_multiplies, step.steps))
+        return any(_multiplies(inner) for inner in step.steps)
     return isinstance(step, Compute) and bool(step.work.products)
 
 
-def _alike(before: dict[str, float], after: dict[str, float], period_s: float) -> bool:
-    same = lambda token: abs(before[token] - after[token]) <= _SAME * period_s
-    return before.keys() == after.keys() and all(map(same, before))
+def _is_alike(before: Mapping[str, float], after: Mapping[str, float], round_s: float) -> bool:
+    """Returns whether the same collectives are in flight, with as much of their time left."""
+    if before.keys() != after.keys():
+        return False
+    return all(abs(before[token] - after[token]) <= _SAME * round_s for token in before)

@@ -1,5 +1,4 @@
 from jshard.data.batches import GlobalBatches as GlobalBatches
-from jshard.data.batches import PackedBatches as PackedBatches
 from jshard.data.batches import local_rows as local_rows
 from jshard.data.loader import Data as Data
 from jshard.data.loader import DataError as DataError
@@ -7,7 +6,8 @@ from jshard.data.loader import Loader as Loader
 from jshard.data.loader import Mixture as Mixture
 from jshard.data.loader import Sample as Sample
 from jshard.data.loader import Source as Source
-from jshard.data.text import ByteTokenizer as ByteTokenizer
-from jshard.data.text import HuggingFaceTokenizer as HuggingFaceTokenizer
-from jshard.data.text import Tokenizer as Tokenizer
+from jshard.data.packed_batches import PackedBatches as PackedBatches
 from jshard.data.text import load_text as load_text
+from jshard.data.tokenizer import ByteTokenizer as ByteTokenizer
+from jshard.data.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+from jshard.data.tokenizer import Tokenizer as Tokenizer

@@ -1,36 +1,24 @@
-"""Finds, checks and reads data files: texts, documents with one text each, or token ids in place."""
+"""Finds and checks files of text and documents, and reads them all at once."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
-import gzip
 import os
 import re
 import shlex
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any, Literal, TypedDict, TypeVar
+from typing import Any
 
-import numpy as np
-
-from jshard import _files
-from jshard._parsing import FormError, checked, parse_json, shown
 from jshard._paths import expanded
+from jshard.data.documents import JSON_LINES, documents_of, is_dataset
 from jshard.data.loader import DataError
-from jshard.errors import FourPartError, MissingExtraError
-
-Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+from jshard.errors import FourPartError
 
 _SHOWN = 10
-_TOKENS = (".bin", ".npy")
-_STRINGS = ("str", "string", "large_string")  # type names in Python and Arrow
-_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 # How to convert unreadable files into readable ones; {} is the file.
 _INSTEAD = {
     ".zst": "zstd -d {}",
@@ -52,7 +40,7 @@ _STDLIB_SKIPPED = frozenset(
 
 
 def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
-    """The files in `PATH` or `PATH=WEIGHT`, and their weights; no weights if no file has one."""
+    """Returns the files in `PATH` or `PATH=WEIGHT`, and their weights; no weights if no file has one."""
     files: list[Path] = []
     weights: list[Fraction] = []
     for argument in map(str, paths):
@@ -87,7 +75,7 @@ _WEIGHT = re.compile(r"[0-9]{0,20}(\.[0-9]{0,20})?(/[0-9]{1,20}|[eE][-+]?[0-9]{1
 
 
 def _weight(text: str) -> Fraction:
-    """The number in a weight; 0 if it is none."""
+    """Returns the number in a weight; 0 if it is none."""
     if not _WEIGHT.fullmatch(text.strip()):
         return Fraction(0)
     try:
@@ -96,32 +84,11 @@ def _weight(text: str) -> Fraction:
         return Fraction(0)
 
 
-# Texts, and documents.
-
-_MOST_LINE_BYTES = 256 << 20  # of a file of documents; more is one line by mistake, or made to take all memory
-
-
-class _DatasetFile(TypedDict):
-    filename: str
-
-
-class _SavedState(TypedDict):
-    """state.json of a folder written by `save_to_disk`."""
-
-    _data_files: list[_DatasetFile]
-
-
-class _SavedSplits(TypedDict):
-    """dataset_dict.json of such a folder with several splits."""
-
-    splits: list[str]
-
-
-_Saved = TypeVar("_Saved", _SavedState, _SavedSplits)
+# ---- texts
 
 
 def read_texts(paths: Sequence[Path], text_key: str, *, end: bytes = b"") -> tuple[dict[str, bytes], str]:
-    """Texts by name, and the word for one of them; one `DataError` lists all unusable paths.
+    """Returns texts by name, and the word for one of them; one `DataError` lists all unusable paths.
 
     A file of documents gives one text per document, named by the path and a number; any other file is one text. Both
     are in the order of their relative paths.
@@ -160,14 +127,14 @@ def read_texts(paths: Sequence[Path], text_key: str, *, end: bytes = b"") -> tup
 
 
 def _why_empty(root: Path) -> str:
-    """The reason why a path without problems has no text."""
+    """Returns the reason why a path without problems has no text."""
     if root.is_dir():
         return "a folder without text (hidden files are left out)"
     return "empty"
 
 
 def _unusable_error(unusable: Mapping[Path, str]) -> DataError:
-    """The error for paths without any text, by the reasons."""
+    """Returns the error for paths without any text, by the reasons."""
     commands = []
     for path in unusable:
         if path.suffix in _INSTEAD and path.is_file():
@@ -176,7 +143,7 @@ def _unusable_error(unusable: Mapping[Path, str]) -> DataError:
     return DataError(
         f"{len(unusable)} of the given files and folders cannot be trained on.",
         where=[f"{path}: {why}" for path, why in unusable.items()],
-        why=f"--data takes text in UTF-8, {', '.join(_JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
+        why=f"--data takes text in UTF-8, {', '.join(JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
         f"Hugging Face datasets; seen from {Path.cwd()}.",
         do="\n".join(commands) or f"correct or remove those paths; {iconv}",
     )
@@ -192,7 +159,7 @@ def _warn_of(skipped: Mapping[Path, str]) -> None:
 
 
 def _flat(texts: Mapping[str, list[bytes]]) -> dict[str, bytes]:
-    """Each document under a name of its own, in the order of the files' names."""
+    """Returns each document under a name of its own, in the order of the files' names."""
     flat = {}
     for name, documents in sorted(texts.items()):
         for number, text in enumerate(documents):
@@ -232,7 +199,7 @@ class _TextReader:
             self._read_file(path)
 
     def _visible_files(self) -> list[Path]:
-        """The files below the root that are not hidden, in an order that is the same on all machines."""
+        """Returns the files below the root that are not hidden, in an order that is the same on all machines."""
         files = []
         for folder, folders, names in os.walk(self._root, onerror=self._note_unreadable):
             visible = sorted(name for name in folders if not name.startswith("."))
@@ -262,8 +229,8 @@ class _TextReader:
 
 
 def _texts_of(path: Path, text_key: str) -> list[bytes]:
-    """The documents of a file that are not empty; of a file of another kind, its text."""
-    documents = _documents(path, text_key)
+    """Returns the documents of a file that are not empty; of a file of another kind, its text."""
+    documents = documents_of(path, text_key)
     if documents is None:
         return [_text_of(path)]
     return [document for document in documents if document]
@@ -277,7 +244,7 @@ def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
     if not numbers:
         return
     do = "--tokenizer tokenizer.json  # its end of text is not a byte; or remove the zero bytes from the texts."
-    if path.name.lower().endswith(_JSON_LINES) and path.suffix.lower() != ".gz":
+    if path.name.lower().endswith(JSON_LINES) and path.suffix.lower() != ".gz":
         clean = shlex.quote(str(path.with_stem(f"{path.stem}-clean")))
         do = f"sed 's/\\\\u0000//g' {shlex.quote(str(path))} > {clean}\nor {do}"
     raise DataError(
@@ -289,6 +256,7 @@ def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
 
 
 def _text_of(path: Path) -> bytes:
+    """Returns the contents of a file; raises `ValueError` if they are no text."""
     text = path.read_bytes()
     text.decode()
     if b"\0" in text:
@@ -297,13 +265,15 @@ def _text_of(path: Path) -> bytes:
 
 
 def _name(path: Path, root: Path, taken: Mapping[str, Any]) -> str:
+    """Returns the name of a file's text: its path below the root, or its whole path if that name is taken."""
     # The last part of the given path stays in the name, so that two folders may contain equal names.
-    name = Path(Path(os.path.abspath(root)).name, path.relative_to(root)).as_posix()
+    root_name = Path(os.path.abspath(root)).name
+    name = Path(root_name, path.relative_to(root)).as_posix()
     return path.as_posix() if name in taken else name
 
 
 def stdlib_texts() -> dict[str, bytes]:
-    """The sources of Python's standard library."""
+    """Returns the sources of Python's standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = {}
     for folder, folders, files in os.walk(root):
@@ -314,284 +284,3 @@ def stdlib_texts() -> dict[str, bytes]:
             if path.suffix == ".py" and name not in _STDLIB_SKIPPED and not is_generated:
                 texts[path.relative_to(root).as_posix()] = path.read_bytes()
     return dict(sorted(texts.items()))
-
-
-def is_dataset(path: Path) -> bool:
-    """Whether it is a folder written by Hugging Face's `save_to_disk`."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-def _documents(path: Path, text_key: str) -> Iterator[bytes] | None:
-    """The texts of a file or a dataset of documents; None for another file."""
-    if path.name.lower().endswith(_JSON_LINES):
-        return _json_lines(path, text_key)
-    if path.suffix.lower() == ".parquet":
-        return _column(path, _parquet(path, text_key), text_key)
-    if is_dataset(path):
-        return _column(path, _dataset(path), text_key)
-    return None
-
-
-def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(_lines(file), 1):
-            if not line.strip():
-                continue
-            entry, why = None, ""
-            try:
-                entry = parse_json(line)
-            except FormError as error:
-                why = f"{error}."
-            if not why and not isinstance(entry, dict):
-                why = f"it is not a JSON object, but a {type(entry).__name__}."
-            if not isinstance(entry, dict):
-                where, do = f"{path}, line {number}", f"sed -n {number}p {shlex.quote(str(path))}  # shows the line"
-                raise DataError("A line cannot be read as a document.", where=where, why=why, do=do)
-            text = entry.get(text_key)
-            if not isinstance(text, str):
-                kinds = {key: type(value).__name__ for key, value in entry.items()}
-                raise _no_text(f"{path}, line {number}", text_key, kinds)
-            yield text.encode(errors="replace")
-
-
-def _lines(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
-    """The lines of a file; an error for one that is too long, before it takes more memory."""
-    while line := file.readline(_MOST_LINE_BYTES + 1):
-        if len(line) > _MOST_LINE_BYTES:
-            raise ValueError(f"a line has more than {_MOST_LINE_BYTES >> 20} MiB")
-        yield line
-
-
-def _parquet(path: Path, text_key: str) -> Iterator[Any]:
-    """Tables of at most some thousand rows; the first has all columns but no rows."""
-    file = _pyarrow(path).parquet.ParquetFile(path)
-    yield file.schema_arrow.empty_table()
-    yield from file.iter_batches(columns=[text_key])
-
-
-def _dataset(path: Path) -> Iterator[Any]:
-    """The same for a folder written by `save_to_disk`; if there are several splits, the one to train on."""
-    if (path / "dataset_dict.json").is_file():
-        path = _split_to_train_on(path)
-    names = [file["filename"] for file in _saved(path / "state.json", _SavedState)["_data_files"]]
-    outside = [name for name in names if not _files.is_inside(name)]
-    if outside:
-        raise _damaged(path / "state.json", f"its file {shown(outside[0])} is not in the folder.")
-    pyarrow = _pyarrow(path)
-    for name in names:
-        # Read, and not mapped: the texts are copied anyway, and a mapped file that is cut off ends the process.
-        with pyarrow.OSFile(str(path / name)) as file, pyarrow.ipc.open_stream(file) as stream:
-            yield stream.schema.empty_table()
-            yield from stream
-
-
-def _split_to_train_on(path: Path) -> Path:
-    """The folder of the split `train`."""
-    splits = _saved(path / "dataset_dict.json", _SavedSplits)["splits"]
-    if "train" in splits:
-        return path / "train"
-    do = "datasets.load_from_disk(path)  # shows what it has; save the split to train on by itself"
-    if splits:
-        do = f"--data {shlex.quote(str(path / splits[0]))}"
-    raise DataError(
-        "The dataset has no split to train on.",
-        where=str(path),
-        why=f"its splits are {', '.join(splits) or 'none'}; only 'train' is chosen automatically.",
-        do=do,
-    )
-
-
-def _saved(path: Path, kind: type[_Saved]) -> _Saved:
-    """The contents of a JSON file of a saved dataset."""
-    try:
-        return checked(_files.read_json(path), kind)
-    except OSError as error:
-        raise _damaged(path, f"{(error.strerror or repr(error)).lower()}.") from error
-    except ValueError as error:
-        raise _damaged(path, f"{error}.") from error
-
-
-def _damaged(path: Path, why: str) -> DataError:
-    return DataError(
-        "The dataset cannot be read.",
-        where=str(path),
-        why=why,
-        do="write the dataset again: dataset.save_to_disk(path)",
-    )
-
-
-def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]:
-    """The texts of tables, each of which is checked first: pyarrow would read beyond the memory of a damaged one."""
-    arrow_error = _pyarrow(path).ArrowException
-    try:
-        for table in tables:
-            names = [field.name for field in table.schema]
-            kinds = {field.name: str(field.type) for field in table.schema}
-            if kinds.get(text_key) not in _STRINGS:
-                raise _no_text(str(path), text_key, kinds)
-            if names.count(text_key) > 1:
-                raise ValueError(f"it has {names.count(text_key)} columns {text_key!r}")
-            table.validate(full=True)
-            for text in table.column(text_key).to_pylist():
-                yield (text or "").encode(errors="replace")
-    except (arrow_error, MemoryError) as error:
-        first = next(iter(str(error).splitlines()), "no reason given")
-        raise ValueError(f"{type(error).__name__}: {first}") from error
-
-
-def _no_text(where: str, text_key: str, kinds: Mapping[str, str]) -> DataError:
-    strings = [key for key, kind in kinds.items() if kind in _STRINGS]
-    near = difflib.get_close_matches(text_key, strings, n=1, cutoff=0.0)
-    why = f"it has {', '.join(map(repr, kinds)) or 'nothing'}, but no {text_key!r}."
-    if text_key in kinds:
-        why = f"its {text_key!r} is of type {kinds[text_key]}."
-    do = f"--text-key {shlex.quote(near[0])}" if near else "write the texts as strings; token ids as .npy or .bin."
-    return DataError("A document has no text of that name.", where=where, why=why, do=do)
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError(
-            "Parquet and Hugging Face datasets need a package that is not installed.",
-            where=str(path),
-            why=f"{error}.",
-            do="pip install 'jshard[arrow]'",
-        ) from error
-    return pyarrow
-
-
-# Token ids.
-
-_PIECE = 1 << 16  # tokens of a file read at a time
-_INT32_IDS = 2**31
-_PIECES = 256  # evenly spread pieces of a large file that are checked beforehand
-
-
-def is_tokens(path: Path) -> bool:
-    """Whether a file contains token ids, by its name."""
-    return path.suffix.lower() in _TOKENS and not path.is_dir()
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenFile:
-    """The ids `start` to `stop` of a file, which stay on disk; ids beyond `vocab_size` are an error when read."""
-
-    path: Path
-    dtype: np.dtype
-    start: int
-    stop: int
-    header_bytes: int = 0
-    vocab_size: int | None = None
-
-    @property
-    def size(self) -> int:
-        """The number of ids."""
-        return self.stop - self.start
-
-    def __getitem__(self, where: slice) -> np.ndarray:
-        start, stop, _ = where.indices(self.size)
-        ids = self._mapped[self.start + start : self.start + stop]
-        # Windows are int32: without this limit a larger id would become another one, or negative.
-        limit = _INT32_IDS if self.vocab_size is None else min(self.vocab_size, _INT32_IDS)
-        if ids.size and not (ids.min() >= 0 and ids.max() < limit):
-            raise self._beyond(ids, self.start + start, limit)
-        return ids
-
-    def _beyond(self, ids: np.ndarray, start: int, limit: int) -> DataError:
-        place = int(np.argmax((ids < 0) | (ids >= limit)))
-        do = "another --dtype, or the --tokenizer that made the file, if text is read beside it."
-        largest = int(ids.max())
-        if self.vocab_size is not None and ids.min() >= 0 and largest < _INT32_IDS:
-            do = f"--set model.vocab_size={largest + 1}\nor {do}"
-        return DataError(
-            "A token id is beyond the vocabulary.",
-            where=f"{self.path}: token {start + place}",
-            why=f"read as {self.dtype} it is {ids[place]}; the vocabulary has ids 0 to {limit - 1}.",
-            do=do,
-        )
-
-    def part(self, start: int, stop: int) -> TokenFile:
-        """A slice of the ids."""
-        return dataclasses.replace(self, start=self.start + start, stop=self.start + stop)
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        """All ids of a small file; a quickly readable sample of a large one, spread evenly."""
-        stride = max(_PIECE, -(-self.size // _PIECES))  # rounded up: at most so many pieces
-        for start in range(0, self.size, stride):
-            yield self[start : start + _PIECE]
-
-    @functools.cached_property
-    def _mapped(self) -> np.ndarray:
-        # Up to the last id: what follows in the file need not be whole ids.
-        return np.memmap(self.path, self.dtype, mode="r", offset=self.header_bytes, shape=(self.stop,))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_mapped"}  # a worker maps the file itself
-
-
-def token_file(path: Path, dtype: Dtype | None, vocab_size: int | None) -> TokenFile:
-    """The ids in a `.npy` file, or in a `.bin` file of that dtype without a header."""
-    try:
-        os.close(_files.open_number(path))  # a FIFO would wait for ever
-        if path.suffix.lower() == ".npy":
-            return _npy(path, vocab_size)
-        ids = _bin(path, dtype, vocab_size)
-    except FourPartError:
-        raise
-    except OSError as error:
-        why = f"{(error.strerror or repr(error)).lower()}; seen from {Path.cwd()}."
-        raise _no_tokens(str(path), why, "ls -l *.bin *.npy  # shows those that are here") from error
-    # Read as 16 bits, half of the ids of 32 bits are zeros: a model would learn them without an error.
-    head = ids._mapped[: _PIECE // 16]
-    if ids.size > 64 and not head[1::2].any() and head[0::2].any():
-        wide = f"uint{ids.dtype.itemsize * 16}"
-        why = f"read as {ids.dtype}, every second of its first {head.size} ids is 0: it looks like {wide}."
-        raise _no_tokens(str(path), why, f"--dtype {wide}")
-    return ids
-
-
-def _bin(path: Path, dtype: Dtype | None, vocab_size: int | None) -> TokenFile:
-    size = path.stat().st_size
-    if dtype is None:
-        why = f"a .bin file, here of {size} bytes, does not record the dtype of its ids."
-        raise _no_tokens(str(path), why, "--dtype uint16  # as nanoGPT writes it; or uint8, uint32, int32, int64")
-    count, rest = divmod(size, np.dtype(dtype).itemsize)
-    if rest or not count:
-        why = f"{size} bytes are not one or more ids of {np.dtype(dtype).itemsize} bytes each."
-        raise _no_tokens(f"{path} --dtype {dtype}", why, "--dtype uint8  # or the dtype that the file was written in")
-    return TokenFile(path, np.dtype(dtype), 0, count, vocab_size=vocab_size)
-
-
-def _npy(path: Path, vocab_size: int | None) -> TokenFile:
-    with path.open("rb") as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-            shape, _, dtype = read(file)
-        except Exception as error:  # numpy evaluates the header as Python: whatever its parser raises
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise _no_tokens(str(path), f"it is not a .npy file of numbers: {first}.", _SAVE_IDS) from error
-        header_bytes = file.tell()
-        size = os.fstat(file.fileno()).st_size
-    if len(shape) != 1 or type(shape[0]) is not int or shape[0] < 1 or dtype.kind not in "iu":
-        why = f"it has the shape {shown(list(shape))} and the dtype {dtype}; ids are integers in one dim."
-        if len(shape) < _MOST_DIMS and all(type(n) is int and n.bit_length() < 64 for n in shape):
-            why = f"it has the shape {shape} and the dtype {dtype}; ids are integers in one dim."
-        raise _no_tokens(str(path), why, 'numpy.save(path, ids.ravel().astype("uint16"))')
-    (count,) = shape
-    there = (size - header_bytes) // dtype.itemsize
-    if count > there:
-        why = f"it is cut off: its header promises {shown(count)} ids, and it has {there}."
-        raise _no_tokens(str(path), why, _SAVE_IDS)
-    return TokenFile(path, dtype, 0, count, header_bytes, vocab_size)
-
-
-_SAVE_IDS = "numpy.save(path, ids)"
-_MOST_DIMS = 64
-
-
-def _no_tokens(where: str, why: str, do: str) -> DataError:
-    return DataError("The token ids cannot be read.", where=where, why=why, do=do)

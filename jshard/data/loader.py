@@ -22,7 +22,7 @@ from jshard.data.worker_pool import WorkerPool, pickled
 from jshard.errors import FourPartError, RunError, ShardingError
 
 if TYPE_CHECKING:
-    from jshard.data.text import Tokenizer
+    from jshard.data.tokenizer import Tokenizer
 
 Sample = dict[str, np.ndarray]
 Spec = dict[str, str]  # key -> shape and dtype as text
@@ -99,36 +99,42 @@ class Mixture:
     weights: Sequence[Fraction | int] = ()
 
     def __post_init__(self) -> None:
-        period = sum(self._whole)
-        if self.weights and not (
-            len(self.weights) == len(self.sources) and min(self._whole) > 0 and all(self._lengths)
-        ):
-            why = "each source has a weight above 0, and at least one sample."
-        elif period > _LONGEST_PERIOD:
-            why = f"the proportions repeat only after {period} samples; the limit is {_LONGEST_PERIOD}."
-        else:
-            return
-        raise DataError(
-            "The sources cannot be mixed.",
-            where=f"weights {', '.join(map(str, self.weights))} of sources of {self._lengths} samples",
-            why=why,
-            do="use weights with few digits, such as 0.7 and 0.3.",
-        )
+        why = self._fault()
+        if why is not None:
+            raise DataError(
+                "The sources cannot be mixed.",
+                where=f"weights {', '.join(map(str, self.weights))} of sources of {self._lengths} samples",
+                why=why,
+                do="use weights with few digits, such as 0.7 and 0.3.",
+            )
+
+    def _fault(self) -> str | None:
+        if not self.weights:
+            return None
+        has_all_weights = len(self.weights) == len(self.sources) and min(self._integer_weights) > 0
+        if not has_all_weights or not all(self._lengths):
+            return "each source has a weight above 0, and at least one sample."
+        period = sum(self._integer_weights)
+        if period > _LONGEST_PERIOD:
+            return f"the proportions repeat only after {period} samples; the limit is {_LONGEST_PERIOD}."
+        return None
 
     def __len__(self) -> int:
         return sum(self._lengths)
 
     def __getitem__(self, index: int, /) -> Sample:
-        source = bisect.bisect_right(self._ends, index)
-        return self.sources[source][index - self._ends[source] + self._lengths[source]]
+        number = bisect.bisect_right(self._ends, index)
+        start = self._ends[number] - self._lengths[number]
+        return self.sources[number][index - start]
 
     def order(self, seed: int) -> Any:
-        """Numbers of samples in the order of a run, without end."""
+        """Returns the numbers of samples in the order of a run, without end."""
         if not self.weights:
             return _shuffled(0, len(self), seed)
-        parts = zip(self._ends, self._lengths, strict=True)
-        orders = [_shuffled(end - length, end, seed + i) for i, (end, length) in enumerate(parts)]
-        return _Turns(self._whole, orders)
+        orders = []
+        for i, (end, length) in enumerate(zip(self._ends, self._lengths, strict=True)):
+            orders.append(_shuffled(end - length, end, seed + i))
+        return _Turns(self._integer_weights, orders)
 
     @functools.cached_property
     def _lengths(self) -> list[int]:
@@ -139,10 +145,11 @@ class Mixture:
         return list(itertools.accumulate(self._lengths))
 
     @functools.cached_property
-    def _whole(self) -> list[int]:
+    def _integer_weights(self) -> list[int]:
         """The weights as integers without a common divisor."""
-        exact = list(map(Fraction, self.weights))
-        unit = Fraction(math.gcd(*(f.numerator for f in exact)) or 1, math.lcm(*(f.denominator for f in exact)))
+        exact = [Fraction(weight) for weight in self.weights]
+        divisor = math.gcd(*(weight.numerator for weight in exact)) or 1  # 0 if all weights are
+        unit = Fraction(divisor, math.lcm(*(weight.denominator for weight in exact)))
         return [int(weight / unit) for weight in exact]
 
 
@@ -150,22 +157,45 @@ class _Turns:
     """The sample of any number in the run, from sources that alternate by integer weights, with their sum as period."""
 
     def __init__(self, weights: Sequence[int], orders: Sequence[Any]):
-        self._weights, self._orders = weights, orders
-        self._sources, self._before = [], []
-        given = [0] * len(weights)
-        # Among sources that would not be ahead of their share by one, take the first that would fall behind by one (the
-        # earliest deadline, which meets all). Grain's mix rounds 0.7 and 0.3 to 233 and 100.
-        for n in range(period := sum(weights)):
-            due = (i for i, weight in enumerate(weights) if given[i] * period < (n + 1) * weight)
-            source = min(due, key=lambda i: -(-(given[i] + 1) * period // weights[i]))
+        self._weights = weights
+        self._orders = orders
+        # Of each place in a period: the source that has its turn, and the number of its turns before.
+        self._sources: list[int] = []
+        self._turns_before: list[int] = []
+        period = sum(weights)
+        num_turns = [0] * len(weights)
+        for place in range(period):
+            source = _next_source(weights, num_turns, place)
             self._sources.append(source)
-            self._before.append(given[source])
-            given[source] += 1
+            self._turns_before.append(num_turns[source])
+            num_turns[source] += 1
 
     def __getitem__(self, number: int) -> int:
-        period, place = divmod(number, len(self._sources))
+        period_number, place = divmod(number, len(self._sources))
         source = self._sources[place]
-        return int(self._orders[source][period * self._weights[source] + self._before[place]])
+        turn = period_number * self._weights[source] + self._turns_before[place]
+        return int(self._orders[source][turn])
+
+
+def _next_source(weights: Sequence[int], num_turns: Sequence[int], place: int) -> int:
+    """Returns the source of a place in a period, which keeps each within one sample of its share.
+
+    Among sources that would not be ahead of their share by one, it is the first that would fall behind by one (the
+    earliest deadline, which meets all). Grain's mix rounds 0.7 and 0.3 to 233 and 100.
+
+    Args:
+        weights: turns of each source in a period.
+        num_turns: those that it has had.
+        place: the next place.
+    """
+    period = sum(weights)
+    due = [i for i, weight in enumerate(weights) if num_turns[i] * period < (place + 1) * weight]
+
+    def deadline(source: int) -> int:
+        """Returns the last place for the source's next turn, rounded up."""
+        return -(-(num_turns[source] + 1) * period // weights[source])
+
+    return min(due, key=deadline)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,34 +208,36 @@ class Reader:
     error: type[FourPartError]  # the error class: of a request before training, of work later
 
     def batch(self, sample_ids: Sequence[int]) -> Sample:
-        """The samples, stacked by key; a `FourPartError` if one cannot be read, or differs from the others."""
+        """Returns the samples, stacked by key; raises a `FourPartError` if one cannot be read, or differs."""
         samples = [self._sample(sample_id) for sample_id in sample_ids]
         return {key: np.stack([sample[key] for sample in samples]) for key in self.spec}
 
     def _sample(self, sample_id: int) -> Sample:
         sample = read_sample(self.source, self.part, sample_id, self.error)
-        found = spec_of(sample)
-        if found == self.spec:
+        spec = spec_of(sample)
+        if spec == self.spec:
             return sample
-        keys = [key for key in {**self.spec, **found} if self.spec.get(key) != found.get(key)]
-        nothing = "no such key"
+        differences = []
+        for key in {**self.spec, **spec}:
+            form = spec.get(key, "no such key")
+            required = self.spec.get(key, "no such key")
+            if form != required:
+                differences.append(f"{key!r} is {form}, in data.train[0] {required}.")
         raise self.error(
             "The samples of the data differ.",
             where=f"data.{self.part}[{sample_id}]",
-            why="\n".join(
-                f"{key!r} is {found.get(key, nothing)}, in data.train[0] {self.spec.get(key, nothing)}." for key in keys
-            ),
+            why="\n".join(differences),
             do="pad, crop or convert in the source's __getitem__: a batch stacks samples of equal form.",
         )
 
 
 def spec_of(sample: Sample) -> Spec:
-    """Keys, shapes and dtypes of a sample."""
+    """Returns the keys, shapes and dtypes of a sample."""
     return {key: f"{array.shape} {array.dtype}" for key, array in sample.items()}
 
 
 def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartError]) -> Sample:
-    """A sample as arrays; an `error` if it cannot be read, or is not a dict of numeric arrays."""
+    """Returns a sample as arrays; raises `error` if it cannot be read, or is not a dict of numeric arrays."""
     where = f"data.{part}[{sample_id}], of a {type(source).__name__}"
     try:
         sample = source[sample_id]
@@ -218,20 +250,33 @@ def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartErro
             why=f"{type(cause).__name__}: {cause}",
             do="make that sample readable, or remove it from the source; --debug shows where it failed.",
         ) from cause
-    arrays: Sample = {}
-    if isinstance(sample, dict) and sample and all(isinstance(key, str) for key in sample):
-        arrays = {key: np.asarray(value) for key, value in sample.items()}
-        wrong = [f"{key!r} is of dtype {x.dtype}" for key, x in arrays.items() if x.dtype.kind in _NOT_NUMBERS]
-    else:
-        wrong = [f"it is a {type(sample).__name__}" + " without entries" * (type(sample) is dict and not sample)]
-    if wrong:
-        raise error(
-            "A sample is not a dict of arrays of numbers.",
-            where=where,
-            why=", ".join(wrong) + ".",
-            do='return a dict from __getitem__, for example {"image": image, "label": np.int32(3)}.',
-        )
+    fault = _fault_of_dict(sample)
+    if fault is not None:
+        raise _not_numbers(where, [fault], error)
+    arrays: Sample = {key: np.asarray(value) for key, value in sample.items()}
+    faults = [f"{key!r} is of dtype {x.dtype}" for key, x in arrays.items() if x.dtype.kind in _NOT_NUMBERS]
+    if faults:
+        raise _not_numbers(where, faults, error)
     return arrays
+
+
+def _fault_of_dict(sample: Any) -> str | None:
+    """Returns why a sample is not a dict with names; None if it is one."""
+    if isinstance(sample, dict) and sample and all(isinstance(key, str) for key in sample):
+        return None
+    kind = type(sample).__name__
+    if type(sample) is dict and not sample:
+        return f"it is a {kind} without entries"
+    return f"it is a {kind}"
+
+
+def _not_numbers(where: str, faults: Sequence[str], error: type[FourPartError]) -> FourPartError:
+    return error(
+        "A sample is not a dict of arrays of numbers.",
+        where=where,
+        why=", ".join(faults) + ".",
+        do='return a dict from __getitem__, for example {"image": image, "label": np.int32(3)}.',
+    )
 
 
 class HeldOutBatches(Iterator[Sample]):
@@ -243,7 +288,8 @@ class HeldOutBatches(Iterator[Sample]):
     """
 
     def __init__(self, batches: Generator[Sample, None, None], num_samples: Sequence[int]) -> None:
-        self._batches, self.num_samples = batches, num_samples
+        self._batches = batches
+        self.num_samples = num_samples
 
     def __next__(self) -> Sample:
         return next(self._batches)
@@ -254,13 +300,20 @@ class HeldOutBatches(Iterator[Sample]):
 
 
 def _in_batches(sample_ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
-    """Whole batches, then parts whose size divides that of a batch, the largest first."""
+    """Returns whole batches, then parts whose size divides that of a batch, the largest first."""
     parts = []
     while len(sample_ids):
-        size = next(n for n in range(min(batch_size, len(sample_ids)), 0, -1) if batch_size % n == 0)
+        size = _largest_divisor(batch_size, at_most=len(sample_ids))
         parts.append(sample_ids[:size])
         sample_ids = sample_ids[size:]
     return parts
+
+
+def _largest_divisor(number: int, *, at_most: int) -> int:
+    size = min(number, at_most)
+    while number % size:
+        size -= 1
+    return size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,7 +361,7 @@ class Loader:
             pickled(self._reader("train", RunError))
 
     def sample_ids(self, step: int) -> list[int]:
-        """Indices into `data.train` of the whole global batch of a step, regardless of the rows read here.
+        """Returns indices into `data.train` of the whole global batch of a step, regardless of the rows read here.
 
         Args:
             step: number of the step, from 0, in a run whose batches all have this size.
@@ -319,7 +372,7 @@ class Loader:
     def train(
         self, num_steps: int, *, start_step: int = 0, start_sample: int | None = None
     ) -> Generator[Sample, None, None]:
-        """The batches of a run, reshuffled in every pass over the data.
+        """Returns the batches of a run, reshuffled in every pass over the data.
 
         Args:
             num_steps: steps of the whole run.
@@ -333,11 +386,13 @@ class Loader:
             ShardingError: the data cannot be sent to worker processes.
             RunError: a sample cannot be read, or a worker process died; raised when its batch is requested.
         """
-        start = start_step * self.batch_size if start_sample is None else start_sample
-        return self._batches("train", self._order(), start, max(0, num_steps - start_step), workers=self.workers)
+        if start_sample is None:
+            start_sample = start_step * self.batch_size
+        num_left = max(0, num_steps - start_step)
+        return self._batches("train", self._order(), start_sample, num_left, workers=self.workers)
 
     def held_out(self, num_sequences: int) -> HeldOutBatches:
-        """The same samples every time, spread evenly over the held-out ones; each is used once.
+        """Returns the same samples every time, spread evenly over the held-out ones; each is used once.
 
         The samples that do not fill a batch are repeated until they do, all of them equally often: the mean of such a
         batch is the mean of its samples. `evaluate` counts it as that many samples.
@@ -353,17 +408,35 @@ class Loader:
         sample_ids = np.linspace(0, size - 1, num_samples).astype(int)
         parts = _in_batches(sample_ids, self.batch_size)
         order = np.concatenate([np.repeat(part, self.batch_size // len(part)) for part in parts])
-        return HeldOutBatches(self._batches("held_out", order, 0, len(parts)), [len(part) for part in parts])
+        batches = self._batches("held_out", order, 0, len(parts))
+        return HeldOutBatches(batches, [len(part) for part in parts])
 
     def _batches(
         self, part: str, order: Any, start: int, num_batches: int, *, workers: int = 0
     ) -> Generator[Sample, None, None]:
+        """Yields batches of one part of the data.
+
+        Args:
+            part: its name in `Data`.
+            order: indices of its samples, in the order of the run.
+            start: the place in that order of the first sample.
+            num_batches: how many batches.
+            workers: processes that read; 0 reads in a thread.
+        """
         reader = self._reader(part, RunError)
-        ids = lambda step: [int(order[start + step * self.batch_size + row]) for row in self.rows]
+
+        def sample_ids(step: int) -> list[int]:
+            first = start + step * self.batch_size
+            return [int(order[first + row]) for row in self.rows]
+
+        def read(step: int) -> Sample:
+            return reader.batch(sample_ids(step))
+
+        # The thread that reads ends before the pool: it would take the end of its workers for their death.
         with contextlib.ExitStack() as stack:
-            batch = lambda step: reader.batch(ids(step))
+            batch = read
             if workers and num_batches:
-                pool = WorkerPool(reader, num_workers=workers, ids=ids, num_steps=num_batches)
+                pool = WorkerPool(reader, num_workers=workers, ids=sample_ids, num_steps=num_batches)
                 stack.callback(pool.close)
                 batch = pool.batch
             yield from stack.enter_context(contextlib.closing(read_ahead(batch, num_batches)))
@@ -377,18 +450,20 @@ class Loader:
 
     def _order(self) -> Any:
         train = self.data.train
-        return train.order(self.seed) if isinstance(train, Mixture) else _shuffled(0, len(train), self.seed)
+        if isinstance(train, Mixture):
+            return train.order(self.seed)
+        return _shuffled(0, len(train), self.seed)
 
 
 def _shuffled(start: int, stop: int, seed: int) -> Any:
-    """These numbers, endlessly, in a new order in each pass."""
+    """Returns these numbers, endlessly, in a new order in each pass."""
     import grain  # imported here: not needed for a `Data` or a dry run
 
     return grain.MapDataset.range(start, stop).shuffle(seed % _SEEDS).repeat()
 
 
 def read_ahead(batch: Callable[[int], Any], num_batches: int, buffered: int = 2) -> Any:
-    """An iterator over `batch(0)`, `batch(1)` and so on, computed in order by a thread, ahead of time."""
+    """Returns an iterator over `batch(0)`, `batch(1)` and so on, computed in order by a thread, ahead of time."""
     import grain
 
     steps = grain.MapDataset.range(num_batches).map(lambda step: batch(int(step)))

@@ -3,201 +3,23 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
-import itertools
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
-from jshard._files import read_bytes
-from jshard._paths import expanded
 from jshard._text import counted
-from jshard.data.files import Dtype, TokenFile, is_tokens, read_texts, stdlib_texts, token_file, weighted
+from jshard.data.files import read_texts, stdlib_texts, weighted
 from jshard.data.loader import Data, DataError, Mixture, Sample, Source
-from jshard.errors import UnsafeFileError
+from jshard.data.token_files import Dtype, TokenFile, is_tokens, token_file
+from jshard.data.tokenizer import ByteTokenizer, Tokenizer
 
-# Possible names of the token between texts in a tokenizer file, the likeliest first.
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# An encoding takes some hundred times the bytes of its ids: this many pieces are about half a GB.
-_PIECE_CHARS = 1 << 18
-_PIECES_AT_ONCE = 64
-
-
-class Tokenizer(Protocol):
-    """Turns text into token ids.
-
-    Attributes:
-        name: its identifier, e.g. in the fingerprint of the data.
-        vocab_size: every id is smaller than this; a model needs at least as many rows of embeddings.
-        end_of_text: the id put after every text, or None if the vocabulary has no such token.
-    """
-
-    name: str
-    vocab_size: int
-    end_of_text: int | None
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each UTF-8 text, in the smallest unsigned dtype that fits all, without `end_of_text`."""
-        ...
-
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of `ids`; what is not UTF-8 becomes U+FFFD."""
-        ...
-
-
-class ByteTokenizer:
-    """Every byte is a token, so it needs no installation and can read any text; a zero byte ends a text."""
-
-    name = "bytes"
-    vocab_size = 256
-    end_of_text: int | None = 0
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The bytes of each text, unchanged."""
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
-
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of `ids`; what is not UTF-8 becomes U+FFFD."""
-        return np.asarray(ids, dtype=np.uint8).tobytes().decode(errors="replace")
-
-
-class HuggingFaceTokenizer:
-    """The tokenizer of a `tokenizer.json`, using the package `tokenizers`.
-
-    A long text is cut at line ends into pieces of about 256 kB, which are encoded in parallel: memory stays
-    bounded, but merges across such a cut are lost.
-
-    Args:
-        path: the file.
-
-    Raises:
-        DataError: `tokenizers` is not installed, or the file cannot be read as a tokenizer.
-    """
-
-    def __init__(self, path: str | Path):
-        path = expanded(path)
-        content, self._tokenizer = _read_tokenizer(path)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        largest = max(vocabulary.values(), default=_INT32_IDS)
-        if largest >= _INT32_IDS:
-            why = "its vocabulary is empty." if not vocabulary else f"it has the id {largest}; ids are int32."
-            raise DataError("The tokenizer has no usable ids.", where=str(path), why=why, do=_GIVE_ITS_OWN)
-        self._path = path
-        # The ids of a file may have gaps: their count is not enough.
-        self.vocab_size: int = largest + 1
-        self.end_of_text: int | None = next((vocabulary[t] for t in _END_OF_TEXT if t in vocabulary), None)
-        # By content and not by path: the file may be elsewhere on the next machine.
-        self.name = f"{path.name} {zlib.crc32(content):08x}"
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each text, encoded on all cores, without the special tokens that the file may add around it."""
-        dtype = np.min_scalar_type(self.vocab_size - 1)
-        parts = [[np.empty(0, dtype)] for _ in texts]
-        pieces = ((own, piece) for own, text in zip(parts, texts, strict=True) for piece in _pieces(text))
-        while batch := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
-            with _in_four_parts("The tokenizer cannot encode the text.", self._path):
-                encodings = self._tokenizer.encode_batch([piece for _, piece in batch], add_special_tokens=False)
-            for (own, _), encoding in zip(batch, encodings, strict=True):
-                own.append(np.array(encoding.ids, dtype))
-        return [np.concatenate(own) for own in parts]
-
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of `ids`, without special tokens."""
-        return self._tokenizer.decode(np.asarray(ids).tolist())
-
-
-def transformers_files(path: Path | None) -> dict[str, str]:
-    """The files by which Transformers' AutoTokenizer turns text into the same ids, by name.
-
-    Args:
-        path: a tokenizer.json; None for bytes.
-    """
-    if path is None:
-        content, end = _json_of_bytes(), _END_OF_TEXT[0]
-    else:
-        raw, tokenizer = _read_tokenizer(path)
-        content = raw.decode()
-        end = next((t for t in _END_OF_TEXT if t in tokenizer.get_vocab(with_added_tokens=True)), None)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {} if end is None else {"eos_token": end}
-    return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
-
-
-def _json_of_bytes() -> str:
-    """`ByteTokenizer` as a tokenizer.json: a byte-level BPE without merges, whose id 0 is the end of a text."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: these bytes stand for themselves
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden) if byte}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content = {
-        "version": "1.0",
-        "added_tokens": [{"id": 0, "content": _END_OF_TEXT[0], **flags, "special": True}],
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": {_END_OF_TEXT[0]: 0, **letters}, "merges": []},
-    }
-    return json.dumps(content)
-
-
-def _pieces(text_bytes: bytes) -> Iterator[str]:
-    text = text_bytes.decode(errors="replace")
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + _PIECE_CHARS) + 1 or len(text)
-        yield text[start:end]
-        start = end
-
-
-def _read_tokenizer(path: Path) -> tuple[bytes, Any]:
-    """The contents of the file, and its tokenizer."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise DataError(
-            "A Hugging Face tokenizer needs the package `tokenizers`.",
-            where=str(path),
-            why="it is not installed.",
-            do="pip install 'jshard[hf]', or leave out the tokenizer to train on bytes.",
-        ) from error
-    try:
-        content = read_bytes(path, _TOKENIZER_BYTES)
-    except UnsafeFileError:
-        raise
-    except OSError as error:
-        raise DataError(
-            "The tokenizer cannot be read.",
-            where=str(path),
-            why=f"{(error.strerror or repr(error)).lower()}.",
-            do="give the tokenizer.json of the model, e.g. --tokenizer gpt2/tokenizer.json.",
-        ) from error
-    with _in_four_parts("The file is not a tokenizer.", path):
-        return content, tokenizers.Tokenizer.from_buffer(content)
-
-
-_INT32_IDS = 2**31
-_TOKENIZER_BYTES = 1 << 30
-_GIVE_ITS_OWN = "give the tokenizer.json of the model (not tokenizer_config.json, vocab.json or merges.txt)."
-
-
-@contextlib.contextmanager
-def _in_four_parts(what: str, path: Path) -> Iterator[None]:
-    """Turns any error of the package `tokenizers` into a `DataError`: it raises bare Exception, and Rust's panics."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        why = f"`tokenizers` cannot read it: {error}."
-        raise DataError(what, where=str(path), why=why, do=_GIVE_ITS_OWN) from error
-
+Tokens = np.ndarray | TokenFile
+"""Token ids, in memory or on the disk."""
 
 _HELD_OUT_PER_MILLE = 50
 _FEWEST_FILES_TO_SPLIT_BY = 20
@@ -247,43 +69,111 @@ def load_text(
         >>> data = load_text(["web.jsonl=0.7", "code.parquet=0.3"], sequence_length=1024, tokenizer=tokenizer)
     """
     files, weights = weighted(paths)
-    own_held_out = [Path(path) for path in held_out]
-    reads_bytes = isinstance(tokenizer, ByteTokenizer)
-    has_text = not files or not all(map(is_tokens, files + own_held_out))
-    uses_tokenizer = has_text or not reads_bytes  # ids alone need none, and bytes are only the default
-    reader = _Reader(tokenizer, text_key, dtype, _limit(vocab_size, tokenizer.vocab_size if uses_tokenizer else None))
+    held_out_files = [Path(path) for path in held_out]
+    has_text = not files or _has_text(files + held_out_files)
+    # Files of ids alone need no tokenizer; and bytes are only the default, which says nothing of the ids.
+    uses_tokenizer = has_text or not isinstance(tokenizer, ByteTokenizer)
+    limit = _smallest(vocab_size, tokenizer.vocab_size if uses_tokenizer else None)
+    reader = _Reader(tokenizer, text_key, dtype, limit)
 
-    held_out_parts = reader.read(own_held_out, per_mille=0) if own_held_out else []
-    per_mille = 0 if own_held_out else _HELD_OUT_PER_MILLE
-    parts: list[_Tokenized] = []
+    held_out_parts = reader.read(held_out_files, per_mille=0)
+    per_mille = 0 if held_out_files else _HELD_OUT_PER_MILLE
+    parts: list[_TokenPart] = []
     for group in _groups(files, weights):
         parts += reader.read(group, per_mille=per_mille)
-    train = [part.train for part in parts]
-    evaluated = [part.train for part in held_out_parts] or [part.held_out for part in parts]
+    if not files:
+        parts.append(reader.read_library(per_mille=per_mille))
+    text = _TextData(parts, held_out_parts)
 
-    description = _described(
-        parts,
-        source=", ".join(map(str, paths)) or "the Python standard library",
-        num_train=sum(ids.size for ids in train),
-        num_held_out=sum(ids.size for ids in evaluated),
-        held_out_is=", ".join(map(str, own_held_out)) or " and ".join(dict.fromkeys(p.held_out_is for p in parts)),
-        unit=_unit(tokenizer) if has_text else "M tokens",
-    )
-    sizes = {"to train on": max(ids.size for ids in train)}
-    if weights:  # each file is sampled from by itself
-        sizes = {f"to train on from {path}": ids.size for path, ids in zip(files, train, strict=True)}
-    sizes["held out"] = max(ids.size for ids in evaluated)
-    _check_lengths(sizes, sequence_length, description)
-
-    fingerprints = [_fingerprint(part, tokenizer, sequence_length) for part in parts + held_out_parts]
+    source = ", ".join(map(str, paths)) or "the Python standard library"
+    held_out_is = ", ".join(map(str, held_out_files)) or text.how_held_out
+    unit = _unit(tokenizer) if has_text else "M tokens"
+    description = _described(text, source=source, held_out_is=held_out_is, unit=unit)
+    _check_lengths(_sizes(text, files, weights), sequence_length, description)
     return Data(
-        train=_windows(train, sequence_length, weights),
-        held_out=_windows(evaluated, sequence_length),
+        train=_windows(text.train, sequence_length, weights),
+        held_out=_windows(text.held_out, sequence_length),
         description=description,
-        fingerprint=" ".join(["text", *(f"{weight}x" for weight in weights), *fingerprints]),
+        fingerprint=_fingerprint(text, weights, tokenizer, sequence_length),
         tokens_per_sample=sequence_length,
         tokenizer=tokenizer if uses_tokenizer else None,
     )
+
+
+def _has_text(paths: Sequence[Path]) -> bool:
+    return not all(is_tokens(path) for path in paths)
+
+
+def _smallest(*sizes: int | None) -> int | None:
+    """Returns the smallest of the vocabularies that are known."""
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def _groups(files: list[Path], weights: Sequence[Fraction]) -> list[list[Path]]:
+    """Returns the files that are read together: all, or each by itself if each has a weight."""
+    if weights:
+        return [[path] for path in files]
+    return [files]
+
+
+# ---- what is read
+
+
+@dataclasses.dataclass(frozen=True)
+class _TokenPart:
+    """Tokens that belong together.
+
+    Attributes:
+        train: those to train on.
+        held_out: the others.
+        count: of how many files or documents.
+        noun: the word for one of them.
+        held_out_is: how they were chosen, in words.
+    """
+
+    train: Tokens
+    held_out: Tokens
+    count: int
+    noun: str
+    held_out_is: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _TextData:
+    """All that was read.
+
+    Attributes:
+        parts: of the files to train on.
+        held_out_parts: of the files that are held out whole; empty if a piece of each part is.
+    """
+
+    parts: Sequence[_TokenPart]
+    held_out_parts: Sequence[_TokenPart]
+
+    @property
+    def train(self) -> list[Tokens]:
+        """The tokens to train on, part by part."""
+        return [part.train for part in self.parts]
+
+    @property
+    def held_out(self) -> list[Tokens]:
+        """The tokens that are held out, part by part."""
+        if self.held_out_parts:
+            return [part.train for part in self.held_out_parts]
+        return [part.held_out for part in self.parts]
+
+    @property
+    def how_held_out(self) -> str:
+        """How pieces of the parts were chosen, in words."""
+        return " and ".join(dict.fromkeys(part.held_out_is for part in self.parts))
+
+    @property
+    def counts(self) -> str:
+        """How many files and documents there are to train on."""
+        counts = collections.Counter[str]()
+        for part in self.parts:
+            counts[part.noun] += part.count
+        return " and ".join(counted(count, noun) for noun, count in sorted(counts.items(), reverse=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,81 +192,151 @@ class _Reader:
     dtype: Dtype | None
     limit: int | None
 
-    def read(self, paths: Sequence[Path], *, per_mille: int) -> list[_Tokenized]:
-        """Returns the text of all files as one part, then a part for each file of ids; no paths: the library's text.
+    def read(self, paths: Sequence[Path], *, per_mille: int) -> list[_TokenPart]:
+        """Returns the text of all files as one part, then a part for each file of ids; nothing without files.
 
         Args:
             paths: files and folders.
             per_mille: how many of a thousand tokens, or files, are held out.
         """
-        ids = [token_file(path, self.dtype, self.limit) for path in paths if is_tokens(path)]
-        id_parts = [_token_part(file, per_mille) for file in ids]
-        text_paths = [path for path in paths if not is_tokens(path)]
-        if paths and not text_paths:
-            return id_parts
-        if paths:
+        parts = []
+        text_paths = []
+        for path in paths:
+            if is_tokens(path):
+                file = token_file(path, self.dtype, self.limit)
+                parts.append(_part_of_ids(file, per_mille))
+            else:
+                text_paths.append(path)
+        if text_paths:
             end = b"\0" if isinstance(self.tokenizer, ByteTokenizer) else b""
             texts, noun = read_texts(text_paths, self.text_key, end=end)
-        else:
-            texts, noun = stdlib_texts(), "file"
-        return [_text_part(texts, noun, self.tokenizer, per_mille), *id_parts]
+            parts.insert(0, self._part_of_texts(texts, noun, per_mille))
+        return parts
+
+    def read_library(self, *, per_mille: int) -> _TokenPart:
+        """Returns the text of the Python standard library."""
+        return self._part_of_texts(stdlib_texts(), "file", per_mille)
+
+    def _part_of_texts(self, texts: Mapping[str, bytes], noun: str, per_mille: int) -> _TokenPart:
+        """Encodes texts, and holds out whole ones if there are enough of them, else the end of each."""
+        by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
+        empty = np.empty(0, np.min_scalar_type(self.tokenizer.vocab_size - 1))
+        train = [empty]
+        held_out = [empty]
+        for name, tokens in self._encoded(texts).items():
+            cut = _num_to_train_on(tokens.size, per_mille)
+            if by_file:
+                # By a hash of its name, so that a file stays on its side when others come and go.
+                is_held_out = zlib.crc32(name.encode()) % 1000 < per_mille
+                cut = 0 if is_held_out else tokens.size
+            train.append(tokens[:cut])
+            held_out.append(tokens[cut:])
+        held_out_is = f"by {noun}" if by_file else f"the end of each {noun}"
+        return _TokenPart(np.concatenate(train), np.concatenate(held_out), len(texts), noun, held_out_is)
+
+    def _encoded(self, texts: Mapping[str, bytes]) -> dict[str, np.ndarray]:
+        """Returns the ids of each text, with the end of a text if the vocabulary has one."""
+        tokenizer = self.tokenizer
+        end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+        ending = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
+        encoded = tokenizer.encode_batch(list(texts.values()))
+        return {name: np.concatenate([ids, ending]) for name, ids in zip(texts, encoded, strict=True)}
 
 
-def _limit(*sizes: int | None) -> int | None:
-    """Returns the smallest of the vocabularies that are known."""
-    return min((size for size in sizes if size is not None), default=None)
+def _part_of_ids(file: TokenFile, per_mille: int) -> _TokenPart:
+    cut = _num_to_train_on(file.size, per_mille)
+    return _TokenPart(file.part(0, cut), file.part(cut, file.size), 1, "file", "the end of each file")
 
 
-def _groups(files: list[Path], weights: Sequence[Fraction]) -> list[list[Path]]:
-    """Returns the files that are read together: all, or each by itself if each has a weight."""
-    return [[path] for path in files] if weights else [files]
+def _num_to_train_on(num_tokens: int, per_mille: int) -> int:
+    return num_tokens * (1000 - per_mille) // 1000
+
+
+# ---- what is said of it
 
 
 def _unit(tokenizer: Tokenizer) -> str:
     return "MB" if isinstance(tokenizer, ByteTokenizer) else f"M tokens ({tokenizer.name})"
 
 
-def _described(
-    parts: Sequence[_Tokenized], *, source: str, num_train: int, num_held_out: int, held_out_is: str, unit: str
-) -> str:
+def _described(text: _TextData, *, source: str, held_out_is: str, unit: str) -> str:
     """Returns the line that a run prints of its data."""
+    num_train = sum(ids.size for ids in text.train)
+    num_held_out = sum(ids.size for ids in text.held_out)
     short_unit = unit.split()[0]  # without the tokenizer's name
     return (
-        f"{_counted(parts)} of {source}: {num_train / 1e6:.2f} {unit} to train on, "
+        f"{text.counts} of {source}: {num_train / 1e6:.2f} {unit} to train on, "
         f"{num_held_out / 1e6:.2f} {short_unit} held out ({held_out_is})"
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tokenized:
-    """Tokens that belong together, on the disk or in memory."""
-
-    train: Any
-    held_out: Any
-    count: int
-    noun: str
-    held_out_is: str
-
-
-def _counted(parts: Sequence[_Tokenized]) -> str:
-    counts = collections.Counter[str]()
-    for part in parts:
-        counts[part.noun] += part.count
-    return " and ".join(counted(count, noun) for noun, count in sorted(counts.items(), reverse=True))
+def _sizes(text: _TextData, files: Sequence[Path], weights: Sequence[Fraction]) -> dict[str, int]:
+    """Returns the numbers of tokens that must suffice for a sample, by their name in a message."""
+    sizes = {}
+    if weights:  # each file is sampled from by itself; otherwise one part with a sample is enough
+        for path, ids in zip(files, text.train, strict=True):
+            sizes[f"to train on from {path}"] = ids.size
+    else:
+        sizes["to train on"] = max(ids.size for ids in text.train)
+    sizes["held out"] = max(ids.size for ids in text.held_out)
+    return sizes
 
 
-def _text_part(texts: Mapping[str, bytes], noun: str, tokenizer: Tokenizer, per_mille: int) -> _Tokenized:
-    by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
-    train, held_out = _split(_encoded(texts, tokenizer), tokenizer, by_file, per_mille)
-    return _Tokenized(train, held_out, len(texts), noun, f"by {noun}" if by_file else f"the end of each {noun}")
+def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: str) -> None:
+    """Raises for parts without a single sample.
+
+    Args:
+        sizes: the tokens of each part, by its name.
+        sequence_length: that of a sample.
+        description: of the data.
+    """
+    short = {part: size for part, size in sizes.items() if size <= sequence_length}
+    if not short:
+        return
+    listed = ", ".join(f"{size} are {part}" for part, size in short.items())
+    longest = min(short.values()) - 1
+    do = "give --data more text."
+    if longest > 0:
+        do = f"give --data more text, or use shorter sequences: --set sequence_length={longest}"
+    raise DataError(
+        "The text is shorter than one sequence.",
+        where=description,
+        why=f"a sequence of {sequence_length} and its last target take {sequence_length + 1} tokens; {listed}.",
+        do=do,
+    )
 
 
-def _token_part(file: TokenFile, per_mille: int) -> _Tokenized:
-    cut = file.size * (1000 - per_mille) // 1000
-    return _Tokenized(file.part(0, cut), file.part(cut, file.size), 1, "file", "the end of each file")
+def _fingerprint(text: _TextData, weights: Sequence[Fraction], tokenizer: Tokenizer, sequence_length: int) -> str:
+    """Returns a text that differs if the samples of a run do."""
+    words = ["text"]
+    words += [f"{weight}x" for weight in weights]
+    for part in (*text.parts, *text.held_out_parts):
+        words.append(_fingerprint_of_part(part, tokenizer, sequence_length))
+    return " ".join(words)
 
 
-def _windows(tokens: Sequence[Any], sequence_length: int, weights: Sequence[Fraction] = ()) -> Source:
+def _fingerprint_of_part(part: _TokenPart, tokenizer: Tokenizer, sequence_length: int) -> str:
+    train = part.train
+    held_out = part.held_out
+    digest = hashlib.sha256(f"{tokenizer.name} {sequence_length} {train.dtype} {train.size} {held_out.size}".encode())
+    for ids in (train, held_out):
+        for piece in _pieces(ids):
+            digest.update(piece.data)
+    return digest.hexdigest()[:16]
+
+
+def _pieces(ids: Tokens) -> Iterator[np.ndarray]:
+    """Yields all ids, or of a large file those that are quickly read."""
+    if isinstance(ids, TokenFile):
+        yield from ids.pieces()
+    else:
+        yield ids
+
+
+# ---- samples
+
+
+def _windows(tokens: Sequence[Tokens], sequence_length: int, weights: Sequence[Fraction] = ()) -> Source:
     sources = [TokenWindows(ids, sequence_length) for ids in tokens]
     return sources[0] if len(sources) == 1 else Mixture(sources, weights)
 
@@ -389,58 +349,14 @@ class TokenWindows:
         sequence_length: length of the inputs.
     """
 
-    def __init__(self, tokens: np.ndarray | TokenFile, sequence_length: int):
+    def __init__(self, tokens: Tokens, sequence_length: int):
         self._tokens = tokens
         self._length = sequence_length
 
     def __len__(self) -> int:
-        return max(0, self._tokens.size - 1) // self._length
+        return max(0, self._tokens.size - 1) // self._length  # the last target is no input
 
     def __getitem__(self, index: int, /) -> Sample:
         start = index * self._length
         window = self._tokens[start : start + self._length + 1].astype(np.int32)
         return {"inputs": window[:-1], "targets": window[1:]}
-
-
-def _encoded(texts: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    ending = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
-    encoded = tokenizer.encode_batch(list(texts.values()))
-    return {name: np.concatenate([ids, ending]) for name, ids in zip(texts, encoded, strict=True)}
-
-
-def _split(encoded: Mapping[str, np.ndarray], tokenizer: Tokenizer, by_file: bool, per_mille: int) -> tuple[Any, Any]:
-    nothing = np.empty(0, np.min_scalar_type(tokenizer.vocab_size - 1))
-    train, held_out = [nothing], [nothing]
-    for name, tokens in encoded.items():
-        cut = tokens.size * (1000 - per_mille) // 1000
-        if by_file:
-            cut = 0 if zlib.crc32(name.encode()) % 1000 < per_mille else tokens.size
-        train.append(tokens[:cut])
-        held_out.append(tokens[cut:])
-    return np.concatenate(train), np.concatenate(held_out)
-
-
-def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: str) -> None:
-    short = {part: size for part, size in sizes.items() if size <= sequence_length}
-    if not short:
-        return
-    longest = min(short.values()) - 1
-    shorter = f", or use shorter sequences: --set sequence_length={longest}" if longest > 0 else "."
-    raise DataError(
-        "The text is shorter than one sequence.",
-        where=description,
-        why=f"a sequence of {sequence_length} and its last target take {sequence_length + 1} tokens; "
-        + ", ".join(f"{size} are {part}" for part, size in short.items())
-        + ".",
-        do=f"give --data more text{shorter}",
-    )
-
-
-def _fingerprint(part: _Tokenized, tokenizer: Tokenizer, sequence_length: int) -> str:
-    train, held_out = part.train, part.held_out
-    digest = hashlib.sha256(f"{tokenizer.name} {sequence_length} {train.dtype} {train.size} {held_out.size}".encode())
-    for ids in (train, held_out):
-        for piece in ids.pieces() if isinstance(ids, TokenFile) else [ids]:
-            digest.update(piece.data)
-    return digest.hexdigest()[:16]

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jshard import _stacks
 from jshard._children import forget_safe_path, libraries_first, neighbours_first, safe_path
@@ -45,9 +45,11 @@ class WorkerPool:
     def __init__(
         self, reader: Reader, *, num_workers: int, ids: Callable[[int], Sequence[int]], num_steps: int
     ) -> None:
-        self._reader, self._ids, self._num_steps = reader, ids, num_steps
-        self._asked = 0
-        self._pickled: bytes | None = pickled(reader)
+        self._reader = reader
+        self._ids = ids
+        self._num_steps = num_steps
+        self._num_requested = 0  # batches
+        self._pickled: bytes | None = pickled(reader)  # None once the workers have it
         self._workers = [_Worker(number, num_workers) for number in range(num_workers)]
         atexit.register(self.close)
 
@@ -60,21 +62,46 @@ class WorkerPool:
             worker.joined()
 
     def batch(self, step: int) -> Sample:
-        """The batch of a step, called once per step, in order; raises if its worker died or cannot read a sample."""
+        """Returns the batch of a step; raises if its worker died or cannot read a sample.
+
+        Called once per step, in order.
+        """
         if self._pickled is not None:
             for worker in self._workers:
                 worker.send(self._pickled)
             self._pickled = None
-        while self._asked < min(step + _AHEAD * len(self._workers), self._num_steps):
-            self._worker_of(self._asked).send(pickle.dumps(list(self._ids(self._asked))))
-            self._asked += 1
-        kind, value, cause = self._worker_of(step).receive(f"requested samples: {list(self._ids(step))}")
-        if kind == "batch":
-            return value
-        raise (_not_portable(self._reader, cause) if kind == "unpickled" else value) from cause
+        self._request_up_to(step + _AHEAD * len(self._workers))
+        reply = self._worker_of(step).receive(f"requested samples: {list(self._ids(step))}")
+        if reply.kind == "batch":
+            return reply.value
+        error = reply.value
+        if reply.kind == "unpickled":
+            error = _not_portable(self._reader, reply.cause)
+        raise error from reply.cause
+
+    def _request_up_to(self, end: int) -> None:
+        """Sends the samples of the steps before `end` to their workers, if they were not sent."""
+        while self._num_requested < min(end, self._num_steps):
+            step = self._num_requested
+            self._worker_of(step).send(pickle.dumps(list(self._ids(step))))
+            self._num_requested += 1
 
     def _worker_of(self, step: int) -> _Worker:
         return self._workers[step % len(self._workers)]
+
+
+class _WorkerReply(NamedTuple):
+    """What a worker sends for a request.
+
+    Attributes:
+        kind: "batch"; "error" of a sample; "unpickled" if the worker could not load the reader.
+        value: the batch, or a jshard error; None of "unpickled".
+        cause: of the error.
+    """
+
+    kind: str
+    value: Any
+    cause: Any
 
 
 class _Worker:
@@ -99,22 +126,24 @@ class _Worker:
         theirs.close()  # the pipe now ends with the process
 
     def send(self, message: bytes) -> None:
+        """Sends a message; raises if the worker died."""
         try:
             self._pipe.send_bytes(message)
         except OSError as error:
             raise self._died("") from error
 
-    def receive(self, task: str) -> Any:
+    def receive(self, task: str) -> _WorkerReply:
+        """Returns the next reply; raises if the worker died. `task` is what it was doing, in words."""
         try:
             # Closing the pipe would suffice, but a child of the worker may hold its other end open.
             if self._pipe not in wait([self._pipe, self.process.sentinel]):
                 raise EOFError
-            return pickle.loads(self._pipe.recv_bytes())
+            return _WorkerReply(*pickle.loads(self._pipe.recv_bytes()))
         except (EOFError, OSError) as error:
             raise self._died(task) from error
 
     def joined(self, timeout_s: float | None = None) -> int | None:
-        """The exit code, or None if it has not ended in time."""
+        """Waits for the process to end, and returns its exit code; None if it has not ended in time."""
         # Locked, because the reading and the closing thread may wait at once, and one would return too early.
         with self._joining:
             self.process.join(timeout_s)
@@ -127,16 +156,19 @@ class _Worker:
             why = f"it was killed by {signal.Signals(-code).name}."
             if code == -signal.SIGKILL:
                 why += " The system kills processes when memory runs out."
+        where = [f"{self._name} (pid {self.process.pid})"]
+        if task:
+            where.append(task)
         return RunError(
             "A data worker died.",
-            where=[f"{self._name} (pid {self.process.pid})", *([task] if task else [])],
+            where=where,
             why=why,
             do="--resume --workers 0  # continues at the last checkpoint; fewer workers use less memory",
         )
 
 
 def pickled(reader: Reader) -> bytes:
-    """The pickled reader for a worker, with a model file's definitions; raises `ShardingError` if that fails."""
+    """Returns the reader, pickled for a worker, with a model file's definitions; raises `ShardingError` if not."""
     import cloudpickle  # only needed with workers
 
     # A worker cannot import a model file by name, so its classes and functions are sent by value.
@@ -162,14 +194,14 @@ def _not_portable(reader: Reader, error: BaseException) -> ShardingError:
 
 
 def _model_folders() -> list[str]:
-    """The folders that model files have put into `sys.path`."""
+    """Returns the folders that model files have put into `sys.path`."""
     files = [module.__file__ for name, module in sys.modules.items() if name.startswith(MODEL_FILE)]
     folders = dict.fromkeys(os.path.dirname(file) for file in files if file)
     return [folder for folder in folders if folder in sys.path]
 
 
 def _work(pipe: Connection, name: str, folders: Sequence[str] = ()) -> None:
-    """The main loop of a worker: receives a reader, then sample ids, and sends batches until the pipe ends."""
+    """Runs a worker: receives a reader, then sample ids, and sends batches until the pipe ends."""
     forget_safe_path()
     for number in _LEFT_TO_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
@@ -201,7 +233,7 @@ def _work(pipe: Connection, name: str, folders: Sequence[str] = ()) -> None:
 
 
 def _failure(kind: str, error: Exception | None, cause: BaseException | None, name: str) -> bytes:
-    """A jshard error, and its cause as text, because other exceptions and tracebacks may not be picklable."""
+    """Returns a reply with an error; its cause goes as text, because others and tracebacks may not be picklable."""
     plain = None
     if cause is not None:
         plain = RuntimeError(f"{type(cause).__name__}: {cause}")

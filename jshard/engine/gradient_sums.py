@@ -61,7 +61,7 @@ class PartialSum:
         """Returns the sum over the axes that are left, and over inner axes where one is open."""
         x = lax.psum(self.array, self.axes) if self.axes else self.array
         for axis in inner_axes(mesh):
-            x = over_axis_p.bind(x, axis=axis, dim=None, beside=None)
+            x = over_axis_p.bind(x, axis=axis, dim=None, tensor_dim=None)
         return x
 
 

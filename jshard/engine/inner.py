@@ -4,14 +4,19 @@ The program of a data shard, with its collectives, is traced for all experts and
 again over that axis alone, by the same table: over `expert` the batch and the experts' parameters are split, over
 `context` the sequences. Values that combine both move by an all-to-all, and gradients of everything else are partial
 until they are stored shards.
+
+What the trace for data shards cannot express, it leaves as an instruction: the primitive `over_axis`, the identity
+everywhere but in the interpretation over its axis.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend import core as jex
 from jax.extend.core import JaxprEqn
 from jax.interpreters import batching, mlir
@@ -23,35 +28,72 @@ from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules import IN_ALL, PARTIAL, State, Value, rule, same
 from jshard.plans.mesh import TENSOR
 
+# ---- the instruction
+
 FUSED = "fused"
 over_axis_p = jex.Primitive("over_axis")
-"""Its operand. Over `axis` the result is split along `dim`; None: a sum over the axis is taken, if one is open;
-`FUSED`: the collective that takes it next is over the axis, too, in one. The compiler has it split over `tensor` along
-the dim `beside`, and keeps it so; None: as it likes."""
-over_axis_p.def_impl(lambda x, axis, dim, beside: x)
-over_axis_p.def_abstract_eval(lambda x, axis, dim, beside: x)
-mlir.register_lowering(over_axis_p, lambda ctx, x, axis, dim, beside: [x])
+"""An instruction for the interpretation over an inner axis; its result is its operand.
+
+Parameters:
+    axis: the inner axis.
+    dim: a number: the result is split along that dim, over the axis. None: a sum over the axis is taken, if one is
+        open. `FUSED`: the collective that takes the result next is over the axis, too: both are one collective.
+    tensor_dim: the dim that the compiler has split over `tensor`, and is to keep so; None leaves it to the compiler.
+"""
 
 
-def _batched(xs: Sequence[Any], dims: Sequence[int], *, axis: str, **given: int | str | None) -> tuple[Any, int]:
-    (x,), (at,) = xs, dims
-    more = {name: dim + (at <= dim) if isinstance(dim, int) else dim for name, dim in given.items()}
-    return over_axis_p.bind(x, axis=axis, **more), at
+@over_axis_p.def_impl
+def _run(x: Any, *, axis: str, dim: int | str | None, tensor_dim: int | None) -> Any:
+    return x
+
+
+@over_axis_p.def_abstract_eval
+def _result_type(x: ShapedArray, *, axis: str, dim: int | str | None, tensor_dim: int | None) -> ShapedArray:
+    return x
+
+
+def _lower(context: mlir.LoweringRuleContext, x: Any, **params: Any) -> list[Any]:
+    return [x]
+
+
+mlir.register_lowering(over_axis_p, _lower)
+
+
+def _batched(
+    xs: Sequence[Any], dims: Sequence[int], *, axis: str, dim: int | str | None, tensor_dim: int | None
+) -> tuple[Any, int]:
+    """Binds the instruction to an array with one more dim, which `jax.vmap` has inserted."""
+    x, batch_dim = xs[0], dims[0]
+
+    def shifted(number: Any) -> Any:
+        if isinstance(number, int) and batch_dim <= number:
+            return number + 1
+        return number  # before the new dim; or not the number of a dim
+
+    result = over_axis_p.bind(x, axis=axis, dim=shifted(dim), tensor_dim=shifted(tensor_dim))
+    return result, batch_dim
 
 
 batching.primitive_batchers[over_axis_p] = _batched
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def exchanged(x: jax.Array, axis: str, old: int, new: int, beside: int | None = None) -> jax.Array:
-    """The array. It is split over an inner axis along `new` from here on, and its gradient along `old` before."""
-    return over_axis_p.bind(x, axis=axis, dim=new, beside=beside)
+def exchanged(x: jax.Array, axis: str, old: int, new: int, tensor_dim: int | None = None) -> jax.Array:
+    """Returns the array, split over an inner axis along `new` from here on, and its gradient along `old` before."""
+    return over_axis_p.bind(x, axis=axis, dim=new, tensor_dim=tensor_dim)
 
 
-exchanged.defvjp(
-    lambda x, axis, old, new, beside: (over_axis_p.bind(x, axis=axis, dim=new, beside=beside), None),
-    lambda axis, old, new, beside, _, ct: (over_axis_p.bind(ct, axis=axis, dim=old, beside=beside),),
-)
+def _exchanged_forward(x: jax.Array, axis: str, old: int, new: int, tensor_dim: int | None) -> tuple[jax.Array, None]:
+    return over_axis_p.bind(x, axis=axis, dim=new, tensor_dim=tensor_dim), None
+
+
+def _exchanged_backward(
+    axis: str, old: int, new: int, tensor_dim: int | None, residuals: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    return (over_axis_p.bind(cotangent, axis=axis, dim=old, tensor_dim=tensor_dim),)
+
+
+exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 @rule("over_axis", linear=IN_ALL)
@@ -60,124 +102,193 @@ def _of_another_axis(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> li
     return same(p, eqn, operands, operands[0].state)
 
 
+# ---- the interpretation
+
+
 class InnerPartitioner(Partitioner):
     """The partitioner over one inner axis of a data shard's program."""
 
-    _beside: int | None = None  # a dim of the moved array that is split over `tensor`
-
-    _next: Value | None = None  # the operand of the next collective, if that is also over this axis
+    def __init__(self, axis: str, degree: int) -> None:
+        # Without sizes of the batch: that of a shard is small, and other dims, such as layers, may have the same size.
+        super().__init__((axis,), degree)
+        self._tensor_dim: int | None = None  # of the array that moves, while a request is carried out
+        self._fused_operand: Value | None = None  # the collective that takes it is also over this axis
 
     def equation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that define what happens over the axis are not in the table."""
         name = eqn.primitive.name
         if name == "over_axis":
-            return [self._over(eqn, values[0], **eqn.params)]
-        if values and values[0] is self._next and (found := self._fused(eqn, values[0])) is not None:
-            return [found]
+            return [self._follow(eqn, values[0], **eqn.params)]
+        if values and values[0] is self._fused_operand:
+            result = self._fused_collective(eqn, values[0])
+            if result is not None:
+                return [result]
         if name == "psum" and any(v.is_partial for v in values):
-            everywhere = {"axes": (*eqn.params["axes"], *self.axes)}  # also over this axis: one all-reduce
-            summed = [self.bind(eqn, [v.x], **(everywhere if v.is_partial else {}))[0] for v in values]
-            return [Value(x) if v.is_partial else v.with_array(x) for v, x in zip(values, summed, strict=True)]
+            return [self._sum_everywhere(eqn, v) for v in values]
         return super().equation(eqn, values)
 
+    def _sum_everywhere(self, eqn: JaxprEqn, value: Value) -> Value:
+        """Takes a sum over data shards; that of a partial value also over this axis, in one all-reduce."""
+        if not value.is_partial:
+            (x,) = self.bind(eqn, [value.x])
+            return value.with_array(x)
+        (x,) = self.bind(eqn, [value.x], axes=(*eqn.params["axes"], *self.axes))
+        return Value(x)
+
     def move(self, x: Any, old: int, new: int) -> Any:
-        """An array split along a new dim. The compiler would gather it over `tensor` first."""
-        if self._beside is None or TENSOR not in _compat.automatic_axes():
+        """Returns an array split along another dim than before. The compiler would gather it over `tensor` first."""
+        if self._tensor_dim is None or TENSOR not in _compat.automatic_axes():
             return super().move(x, old, new)
-        spec, run = PartitionSpec(*[None] * self._beside, TENSOR), functools.partial(super().move, old=old, new=new)
+        spec = PartitionSpec(*[None] * self._tensor_dim, TENSOR)
+        run = functools.partial(super().move, old=old, new=new)
         return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names={TENSOR}, check_vma=False)(x)
 
-    def _over(self, eqn: JaxprEqn, value: Value, *, axis: str, dim: Any, beside: int | None) -> Value:
-        """An instruction for an axis: executed here if it is this axis, else left to the partitioner of the other."""
+    def _follow(
+        self, eqn: JaxprEqn, value: Value, *, axis: str, dim: int | str | None, tensor_dim: int | None
+    ) -> Value:
+        """Follows an instruction for this axis; leaves one for another axis to the partitioner of that."""
         if axis not in self.axes:
-            found = value.with_array(self.bind(eqn, [value.x])[0])
-            self._next = found if value is self._next else self._next
-            return found
+            (x,) = self.bind(eqn, [value.x])
+            result = value.with_array(x)
+            if value is self._fused_operand:  # the other instruction stands between this one and its collective
+                self._fused_operand = result
+            return result
         if dim == FUSED:
-            self._next = value
+            self._fused_operand = value
             return value
-        return self._placed(value, dim, beside)
+        return self._requested(value, cast(int | None, dim), tensor_dim)
 
-    def _fused(self, eqn: JaxprEqn, value: Value) -> Value | None:
-        """A parameter's gather, or its gradient's reduction, also over this axis; None if there is nothing to do."""
-        axes, q = (*eqn.params.get("axis_name", ()), *self.axes), eqn.params
-        if eqn.primitive.name == "all_gather" and value.state == q["all_gather_dimension"]:
+    def _fused_collective(self, eqn: JaxprEqn, value: Value) -> Value | None:
+        """Runs a parameter's gather, or its gradient's reduction, also over this axis.
+
+        Returns None for a value that is whole over this axis: the collective over the other axes is all it needs.
+        """
+        params = eqn.params
+        name = eqn.primitive.name
+        if name == "all_gather" and value.state == params["all_gather_dimension"]:
+            axes = (*params["axis_name"], *self.axes)
             return Value(lax.all_gather(value.x, axes, axis=value.dim, tiled=True))
-        if eqn.primitive.name == "reduce_scatter" and value.is_partial:
-            dim = q["scatter_dimension"]
+        if name == "reduce_scatter" and value.is_partial:
+            axes = (*params["axis_name"], *self.axes)
+            dim = params["scatter_dimension"]
             return Value(lax.psum_scatter(value.x, axes, scatter_dimension=dim, tiled=True), dim)
         return None
 
-    def _placed(self, value: Value, dim: int | None, beside: int | None) -> Value:
-        """A value in the state that the program requests; requests by the user or a gradient's sum are not noted."""
+    def _requested(self, value: Value, dim: int | None, tensor_dim: int | None) -> Value:
+        """Returns a value split along the requested dim, or summed if none is requested."""
         if dim is None:
-            return Value(self.sum(value.x)) if value.is_partial else value
+            if not value.is_partial:
+                return value
+            return Value(self.sum(value.x))
         if not self.divides(self.full_shape(value)[dim]):
             return value
-        self.is_quiet, self._beside = True, beside
-        try:
+        with self._on_request(tensor_dim):
             return self.split(value, dim)
+
+    @contextlib.contextmanager
+    def _on_request(self, tensor_dim: int | None) -> Iterator[None]:
+        """A context for what the user, or the sum of a gradient, requests: that is no mixing to be reported."""
+        self.is_quiet = True
+        self._tensor_dim = tensor_dim
+        try:
+            yield
         finally:
-            self.is_quiet, self._beside = False, None
+            self.is_quiet = False
+            self._tensor_dim = None
+
+
+# ---- running a program over inner axes
 
 
 def over_axes(
     inner: Mapping[str, int],
-    program: Callable,
-    arrays: Sequence,
+    program: Callable[..., Sequence[Any]],
+    arrays: Sequence[Any],
     states: Mapping[str, Sequence[State]],
-    wanted: Mapping[str, Sequence[State]],
+    requested: Mapping[str, Sequence[State]],
 ) -> list[Any]:
-    """`over_axis` over all inner axes, given with their degrees, innermost last; the parts of the results."""
+    """Runs `over_axis` over all inner axes, and returns the parts of the results.
+
+    Args:
+        inner: the axes and their degrees, innermost last.
+        program: of a data shard.
+        arrays: its arguments: the parts of this place.
+        states: by axis, the state of each argument.
+        requested: by axis, the states in which the first results leave.
+    """
+    last_axis = list(inner)[-1] if inner else None
     for axis, degree in inner.items():
-        how = states[axis], wanted.get(axis, ()), axis == [*inner][-1]
-        program = functools.partial(_parts, axis, degree, program, *how)
-    return program(*arrays)
+        program = functools.partial(
+            _parts_of_results, axis, degree, program, states[axis], requested.get(axis, ()), axis == last_axis
+        )
+    return list(program(*arrays))
 
 
-def _parts(
+def _parts_of_results(
     axis: str,
     degree: int,
-    program: Callable,
+    program: Callable[..., Sequence[Any]],
     states: Sequence[State],
-    wanted: Sequence[State],
+    requested: Sequence[State],
     is_last: bool,
     *arrays: Any,
 ) -> list[Any]:
-    return over_axis(axis, degree, program, arrays, states, wanted, is_last=is_last)[0]
+    results, _, _ = over_axis(axis, degree, program, arrays, states, requested, is_last=is_last)
+    return results
 
 
 def over_axis(
     axis: str,
     degree: int,
-    program: Callable,
-    arrays: Sequence,
+    program: Callable[..., Sequence[Any]],
+    arrays: Sequence[Any],
     states: Sequence[State],
-    wanted: Sequence[State],
+    requested: Sequence[State],
     *,
     is_last: bool,
 ) -> tuple[list[Any], list[int | None], list[Mixing]]:
     """Runs a data shard's program, of arrays that are whole along an inner axis, on the part of one place along it.
 
-    The arrays are this place's parts, each in a state: split along a dim, whole or partial. The first results leave in
-    the requested states, the others in their own, summed. Returns the parts of the results, the dims that they are
-    split along, and the collectives over the axis.
+    Args:
+        axis: the inner axis.
+        degree: its degree.
+        program: of a data shard.
+        arrays: its arguments: the parts of this place.
+        states: the state of each over the axis: split along a dim, whole or partial.
+        requested: the states in which the first results leave; the others leave in their own, summed.
+        is_last: whether no other inner axis is left: see `Partitioner.is_last`.
+
+    Returns:
+        The parts of the results, the dims that they are split along, and the collectives over the axis.
     """
+    types = [_whole_type(x, state, degree) for x, state in zip(arrays, states, strict=True)]
+    closed = jax.make_jaxpr(program)(*types)
 
-    def whole(x: Any, dim: State) -> Any:
-        return jax.typeof(x).update(shape=tuple(n * degree if i == dim else n for i, n in enumerate(x.shape)))
-
-    closed = jax.make_jaxpr(program)(*map(whole, arrays, states))
-    p = InnerPartitioner((axis,), degree)  # a shard's batch is small: other dims, such as layers, have its size
+    p = InnerPartitioner(axis, degree)
     p.is_last = is_last
     values = [Value(x, state) for x, state in zip(arrays, states, strict=True)]
-    outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
-    for i, (v, dim) in enumerate(zip(outs, wanted, strict=False)):
-        if not v.is_partial or dim == PARTIAL:
-            outs[i] = p.in_state(v, dim)
-        elif dim is None:  # a gradient's sum is planned, and no mixing of the model's own
-            outs[i] = Value(p.sum(v.x))
-        else:
-            outs[i] = Value(lax.psum_scatter(v.x, p.axes, scatter_dimension=cast(int, dim), tiled=True), dim)
-    outs[len(wanted) :] = [p.materialize(p.reduce_partial(v)) for v in outs[len(wanted) :]]
-    return [v.x for v in outs], [v.dim if v.is_split else None for v in outs], p.moved
+    results = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(requested)))
+    num_requested = len(requested)
+    leaving = [_in_requested_state(p, v, state) for v, state in zip(results, requested, strict=False)]
+    leaving += [p.materialize(p.reduce_partial(v)) for v in results[num_requested:]]
+
+    dims = [v.dim if v.is_split else None for v in leaving]
+    return [v.x for v in leaving], dims, p.moved
+
+
+def _whole_type(x: Any, state: State, degree: int) -> Any:
+    """Returns the type of an array over the whole axis, of which `x` is the part of one place."""
+    shape = list(x.shape)
+    if isinstance(state, int):
+        shape[state] *= degree
+    return jax.typeof(x).update(shape=tuple(shape))
+
+
+def _in_requested_state(p: InnerPartitioner, result: Value, state: State) -> Value:
+    """Returns a result in the state in which it leaves; the sum of a gradient is planned, and no mixing to report."""
+    if not result.is_partial or state == PARTIAL:
+        return p.in_state(result, state)
+    if state is None:
+        return Value(p.sum(result.x))
+    dim = cast(int, state)
+    return Value(lax.psum_scatter(result.x, p.axes, scatter_dimension=dim, tiled=True), dim)

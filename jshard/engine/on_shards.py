@@ -38,12 +38,17 @@ class Partition:
 
 
 def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
-    """Returns a call's program on data shards; the types are those of all its operands, and of copies after them."""
+    """Returns a call's program on data shards.
+
+    Args:
+        call: the call.
+        avals: the types of all its operands, and of copies of parameters after them.
+    """
     region = call.region
     num_operands = len(call.operands)
     copies = region.copies(avals[num_operands:]) or {}
     num_taken = num_operands + len(copies)
-    execution = _Execution(call, [resolved(one) for one in call.operands], copies)
+    execution = _Execution(call, [resolved(crossing) for crossing in call.operands], copies)
 
     def run(*arrays: Any) -> list[Any]:
         return execution.run(*arrays[:num_taken])
@@ -57,6 +62,9 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
 
 class _Execution:
     """One run of a call's program, while it is traced.
+
+    How results leave is known only once the body of the `shard_map` has been traced: tracing sets it, and it is read
+    after that.
 
     Attributes:
         leaving: how its results leave.
@@ -73,21 +81,28 @@ class _Execution:
         self.leaving: list[Crossing] = [Crossing(None)] * len(call.program.jaxpr.out_avals)
         self.kept: dict[Any, Crossing] = {}
 
+    @property
+    def _entering(self) -> list[Crossing]:
+        """How all arrays enter: the operands, then the copies."""
+        return [*self._operands, *self._copies.values()]
+
     def run(self, *arrays: Any) -> list[Any]:
         """Runs it. If one device has the whole batch, nothing is gathered or summed: it runs unchanged."""
         region = self._region
         if region.degree == 1:
             return evaluate_jaxpr(self._call.program.jaxpr, [fetched(x) for x in arrays])
-        entering = [*self._operands, *self._copies.values()]
+        in_specs = [region.spec(crossing, x.ndim) for crossing, x in zip(self._entering, arrays, strict=True)]
         sharded = jax.shard_map(
             functools.partial(self._on_part, region.inner),
             mesh=region.mesh,
-            in_specs=tuple(region.spec(one, x.ndim) for one, x in zip(entering, arrays, strict=True)),
+            in_specs=tuple(in_specs),
             out_specs=self._out_specs,  # read after the body is traced, which fills the list
             axis_names=manual_axes(region.mesh),
             check_vma=False,
         )
         return sharded(*arrays)
+
+    # ---- inner axes
 
     def _on_part(self, inner: tuple[str, ...], *xs: Any) -> list[Any]:
         """Runs the program on one place along inner axes of a data shard."""
@@ -95,46 +110,60 @@ class _Execution:
             return self._on_shard(*xs)
         *outer, axis = inner
         region = self._region
-        entering = [*self._operands, *self._copies.values()]
-        dims = [one.inner.get(axis) for one in entering]
-        wanted: list[State] = []
-        for target in self._targets:
-            is_partial = target.is_copy and axis not in target.inner
-            wanted.append(PARTIAL if is_partial else target.inner.get(axis))
-        program = functools.partial(self._on_part, tuple(outer))
-        is_last = inner == region.inner
-        outs, out_dims, moved = over_axis(axis, degree(region.mesh, axis), program, xs, dims, wanted, is_last=is_last)
+        results, dims, moved = over_axis(
+            axis,
+            degree(region.mesh, axis),
+            functools.partial(self._on_part, tuple(outer)),
+            xs,
+            [crossing.inner.get(axis) for crossing in self._entering],
+            [_state_over(axis, target) for target in self._targets],
+            is_last=inner == region.inner,
+        )
         mixing.note(region.unit, region.name, self._call.part, moved, over=axis)
+
         leaving = []
-        for one, dim in zip((*self.leaving, *self.kept.values()), out_dims, strict=True):
-            leaving.append(one if dim is None else dataclasses.replace(one, inner={**one.inner, axis: dim}))
-        self._leave(leaving, [x.ndim for x in outs])
-        return outs
+        for crossing, dim in zip((*self.leaving, *self.kept.values()), dims, strict=True):
+            if dim is not None:
+                crossing = dataclasses.replace(crossing, inner={**crossing.inner, axis: dim})
+            leaving.append(crossing)
+        self._set_leaving(leaving, [x.ndim for x in results])
+        return results
+
+    # ---- a data shard
 
     def _on_shard(self, *xs: Any) -> list[Any]:
         """Runs the program on one data shard: from its parts of the operands to its parts of the results."""
-        region, call, num_operands = self._region, self._call, len(self._operands)
-        values = [one.enter(x) for x, one in zip(xs[:num_operands], self._operands, strict=True)]
-        copies = zip(xs[num_operands:], self._copies.items(), strict=True)
-        whole = {key: one.enter(x) for x, (key, one) in copies}
+        region = self._region
+        call = self._call
+        num_operands = len(self._operands)
+        operands = [crossing.enter(x) for crossing, x in zip(self._operands, xs[:num_operands], strict=True)]
+        copies = {}
+        for (key, crossing), x in zip(self._copies.items(), xs[num_operands:], strict=True):
+            copies[key] = crossing.enter(x)
         batch_sizes = [region.batch] if region.batch else []
-        p = ShardedPartitioner(region.mesh, batch_sizes, whole, region.unit.name or "(root)")
-        outs = self._results(p, values)
+        p = ShardedPartitioner(region.mesh, batch_sizes, copies, region.unit.name or "(root)")
+        results = self._results(p, operands)
 
         mixing.note(region.unit, region.name, call.part, p.moved)
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
             self._warn_of_whole([record for record in p.records if isinstance(record, LocalProduct)])
-        kept = region.keeps(p, self._operands) if call.returns_copies else {}
 
-        is_own = [target.is_own for target in self._targets]
-        is_own += [False] * (len(outs) - len(is_own))
-        leaving = [Crossing.of(v, is_own=own) for v, own in zip(outs, is_own, strict=True)]
-        leaving += [Crossing.of(v) for v in kept.values()]
+        kept = region.keeps(p, self._operands) if call.returns_copies else {}
         self.kept = dict.fromkeys(kept, Crossing(None))
-        left = [*outs, *kept.values()]
-        self._leave(leaving, [v.ndim for v in left])
-        return [one.leave(v) for one, v in zip(leaving, left, strict=True)]
+        leaving = self._crossings_of_results(results)
+        leaving += [Crossing.of(v) for v in kept.values()]
+        values = [*results, *kept.values()]
+        self._set_leaving(leaving, [v.ndim for v in values])
+        return [crossing.leave(v) for crossing, v in zip(leaving, values, strict=True)]
+
+    def _crossings_of_results(self, results: list[Value]) -> list[Crossing]:
+        """Returns how results leave: gradients, which are first, as each device's own if that is their target."""
+        crossings = []
+        for position, result in enumerate(results):
+            is_own = position < len(self._targets) and self._targets[position].is_own
+            crossings.append(Crossing.of(result, is_own=is_own))
+        return crossings
 
     def _warn_of_whole(self, products: list[LocalProduct]) -> None:
         region = self._region
@@ -149,41 +178,68 @@ class _Execution:
         )
         warn_of_whole(traced)
 
-    def _results(self, p: ShardedPartitioner, values: list[Value]) -> list[Value]:
+    # ---- results and gradients
+
+    def _results(self, p: ShardedPartitioner, operands: list[Value]) -> list[Value]:
         """Returns the results; gradients are stored like their parameters, those of copies as each device's part."""
         jaxpr = self._call.program.jaxpr
-        is_backward = self._call.phase == BACKWARD
-        if is_backward:
-            self._gather_after_cotangents(jaxpr, values)
-        wanted = [PARTIAL if target.is_own else target.state for target in self._targets]
-        shards = {i: state for i, state in enumerate(wanted) if isinstance(state, Shard)}
-        outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, shards)
-        free = [p.materialize(p.reduce_partial(v)) for v in outs[len(wanted) :]]
-        if not wanted:
-            return free
-
+        if self._call.phase == BACKWARD:
+            self._gather_after_cotangents(jaxpr, operands)
+        states: list[State] = [PARTIAL if target.is_own else target.state for target in self._targets]
+        shards = {i: state for i, state in enumerate(states) if isinstance(state, Shard)}
+        results = p.run_root(jaxpr.jaxpr, jaxpr.consts, operands, shards)
+        # Before the gradients: the order in which the program is emitted is that in which collectives run.
+        without_target = [p.materialize(p.reduce_partial(v)) for v in results[len(states) :]]
+        if not states:
+            return without_target
         with jax.named_scope(f"jshard[{p.name}]/{BACKWARD}"):
-            reduced = p.reduce_to_shards([outs[i] for i in shards], list(shards.values()))
-            gradients = dict(zip(shards, reduced, strict=True))
-            for i, value in gradients.items():
-                if value.shard.placement.on_host:
-                    gradients[i] = value.with_array(to_host(value.x))
-            return [*(gradients[i] if i in gradients else p.in_state(outs[i], s) for i, s in enumerate(wanted)), *free]
+            return [*self._gradients(p, results, states, shards), *without_target]
 
-    def _gather_after_cotangents(self, jaxpr: ClosedJaxpr, values: list[Value]) -> None:
+    def _gradients(
+        self, p: ShardedPartitioner, results: list[Value], states: list[State], shards: Mapping[int, Shard]
+    ) -> list[Value]:
+        """Returns the results that have a target, in their states.
+
+        Args:
+            p: the partitioner.
+            results: of the program; those with a target are first.
+            states: the states of the targets.
+            shards: those that are stored, by position.
+        """
+        stored = p.reduce_to_shards([results[i] for i in shards], list(shards.values()))
+        stored_gradients: dict[int, Value] = {}
+        for position, gradient in zip(shards, stored, strict=True):
+            if gradient.shard.placement.on_host:
+                gradient = gradient.with_array(to_host(gradient.x))
+            stored_gradients[position] = gradient
+
+        gradients = []
+        for position, state in enumerate(states):
+            gradient = stored_gradients.get(position)
+            gradients.append(p.in_state(results[position], state) if gradient is None else gradient)
+        return gradients
+
+    def _gather_after_cotangents(self, jaxpr: ClosedJaxpr, operands: list[Value]) -> None:
         """Ties the shards to the other operands of backward: else they would be gathered while forward runs."""
-        gathered = shards_gathered_by(jaxpr.jaxpr, values, {name for name, *_ in self._copies})
+        gathered = shards_gathered_by(jaxpr.jaxpr, operands, {name for name, *_ in self._copies})
         shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
-        inputs = [v for v in values if not v.is_stored]
+        cotangents = [v for v in operands if not v.is_stored]
         if not shards:
             return
-        first, last = available_together([v.x for v in shards], [v.x for v in inputs])
-        for v, x in zip([*shards, *inputs], [*first, *last], strict=True):
-            v.x = x
+        tied_shards, tied_cotangents = available_together([v.x for v in shards], [v.x for v in cotangents])
+        for operand, x in zip([*shards, *cotangents], [*tied_shards, *tied_cotangents], strict=True):
+            operand.x = x
 
-    def _leave(self, leaving: list[Crossing], ndims: Sequence[int]) -> None:
-        """Notes how results leave, and the copies after them."""
+    def _set_leaving(self, leaving: list[Crossing], ndims: Sequence[int]) -> None:
+        """Sets how results leave, and the copies after them."""
         num_results = len(leaving) - len(self.kept)
         self.leaving = leaving[:num_results]
         self.kept = dict(zip(self.kept, leaving[num_results:], strict=True))
         self._out_specs[:] = map(self._region.spec, leaving, ndims)
+
+
+def _state_over(axis: str, target: Crossing) -> State:
+    """Returns the state over an inner axis in which a gradient leaves; that of a copy is a part, summed later."""
+    if target.is_copy and axis not in target.inner:
+        return PARTIAL
+    return target.inner.get(axis)

@@ -117,10 +117,13 @@ class Pushforward:
     def order_of(cls, has_tangent: Sequence[bool], num_targets: int) -> tuple[int, ...]:
         """Returns the order in which gradients, results with a target, and their tangents come first."""
         num_results = len(has_tangent)
-        position = {i: num_results + k for k, i in enumerate(i for i, has in enumerate(has_tangent) if has)}
-        targets, free = range(num_targets), range(num_targets, num_results)
-        tangents_of = lambda group: [position[i] for i in group if i in position]
-        return (*targets, *tangents_of(targets), *free, *tangents_of(free))
+        results_with_tangent = [i for i, has in enumerate(has_tangent) if has]
+        tangent_of = {result: num_results + k for k, result in enumerate(results_with_tangent)}
+        order: list[int] = []
+        for group in (range(num_targets), range(num_targets, num_results)):
+            order += group
+            order += [tangent_of[i] for i in group if i in tangent_of]
+        return tuple(order)
 
 
 class Adjoint(abc.ABC):
@@ -128,9 +131,16 @@ class Adjoint(abc.ABC):
 
     Attributes:
         gradient: the derivative.
+        has_tangent: for each result of the call that was differentiated, whether it can have a cotangent.
     """
 
     gradient: Gradient
+    has_tangent: tuple[bool, ...]
+
+    def live_results(self, live: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Returns for each result whether its cotangent is given; `live` omits the results without a tangent."""
+        remaining = iter(live)
+        return tuple(next(remaining) if has_tangent else False for has_tangent in self.has_tangent)
 
     def takes(self, linear: Sequence[bool]) -> bool:
         """Returns whether the linear operands are all tangents and nothing else."""
@@ -171,10 +181,7 @@ def jvp_rule(
         jaxpr: the other parameter. An equation that has it may be part of a jaxpr, with a fixed number of results.
     """
     num_operands = len(call.program.jaxpr.in_avals)
-    wrt = tuple(
-        not isinstance(tangents[i], ad.Zero) and has_gradient(primals[i]) and i not in call.constants
-        for i in range(num_operands)
-    )
+    wrt = _differentiated(primals[:num_operands], tangents[:num_operands], call.constants)
     if not any(wrt):
         results = call.bind(primals)
         return results, [_zero_tangent(x) for x in results]
@@ -204,6 +211,15 @@ def jvp_rule(
         results += of_equation
         all_tangents += [_zero_tangent(x) for x in of_equation]
     return results, all_tangents
+
+
+def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], constants: frozenset[int]) -> tuple[bool, ...]:
+    """Returns for each operand whether the derivative is with respect to it."""
+    wrt = []
+    for position, (primal, tangent) in enumerate(zip(primals, tangents, strict=True)):
+        has_tangent = not isinstance(tangent, ad.Zero) and has_gradient(primal)
+        wrt.append(has_tangent and position not in constants)
+    return tuple(wrt)
 
 
 def _pushed_forward(
@@ -252,26 +268,31 @@ def batch_rule(
     operands: Sequence[Any], dims: Sequence[int | None], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
 ) -> tuple[list[Any], list[int | None]]:
     """Calls the program over one more dim; returns results and where each has that dim."""
-    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-    operands = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
     num_operands = len(call.program.jaxpr.in_avals)
-    copies = operands[num_operands:]
-    if any(dim is not None for dim in dims[num_operands:]):
+    is_mapped = [dim is not None for dim in dims]
+    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+    rows_first = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
+    copies = rows_first[num_operands:]
+    if any(is_mapped[num_operands:]):
         copies = []  # gathered again
 
-    mapped = call.mapped(size, tuple(dim is not None for dim in dims[:num_operands]))
-    outs = mapped.call.bind([*mapped.enter(operands[:num_operands]), *copies])
+    mapped = call.mapped(size, tuple(is_mapped[:num_operands]))
+    outs = mapped.call.bind([*mapped.enter(rows_first[:num_operands]), *copies])
     num_results = len(mapped.is_mapped)
     results = mapped.leave(outs[:num_results])
-    result_dims: list[int | None] = [0 if is_mapped else None for is_mapped in mapped.is_mapped]
-    copies_returned = outs[num_results:]
+    returned_copies = outs[num_results:]
+    result_dims = [_FIRST if has_rows else None for has_rows in mapped.is_mapped]
+    copy_dims: list[int | None] = [None] * len(returned_copies)
     if jaxpr is not None:
-        expected = jaxpr.out_avals[num_results:] if call.returns_copies else []
-        if [jax.typeof(x) for x in copies_returned] != list(expected):
+        expected = list(jaxpr.out_avals[num_results:]) if call.returns_copies else []
+        if [jax.typeof(x) for x in returned_copies] != expected:
             # A staged equation has a fixed number of results. Whatever is mapped is not taken for a copy.
-            zeros = [jnp.zeros((size, *aval.shape), aval.dtype) for aval in expected]
-            return [*results, *zeros], [*result_dims, *[0] * len(zeros)]
-    return [*results, *copies_returned], [*result_dims, *[None] * len(copies_returned)]
+            returned_copies = [jnp.zeros((size, *aval.shape), aval.dtype) for aval in expected]
+            copy_dims = [_FIRST] * len(returned_copies)
+    return [*results, *returned_copies], [*result_dims, *copy_dims]
+
+
+_FIRST = 0  # the dim along which mapped operands and results have their rows
 
 
 # ---- programs that the rules of all calls need
@@ -289,14 +310,17 @@ def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> 
     for aval, has_rows in zip(map(abstract, jaxpr.jaxpr.invars), is_mapped, strict=True):
         shape = (size, *aval.shape) if has_rows else aval.shape
         rows.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
-    axis_of = {True: 0, False: None}
-    run = jax.vmap(
-        lambda *xs: evaluate_jaxpr(jaxpr, xs),
-        in_axes=tuple(axis_of[has_rows] for has_rows in is_mapped),
-        out_axes=[axis_of[has_rows] for has_rows in results],
+
+    def run(*xs: Any) -> list[Any]:
+        return evaluate_jaxpr(jaxpr, xs)
+
+    mapped = jax.vmap(
+        run,
+        in_axes=tuple(_FIRST if has_rows else None for has_rows in is_mapped),
+        out_axes=[_FIRST if has_rows else None for has_rows in results],
         axis_size=size,
     )
-    return jax.make_jaxpr(run)(*rows), results
+    return jax.make_jaxpr(mapped)(*rows), results
 
 
 def transposed_program(jaxpr: ClosedJaxpr, linear: Sequence[bool], live: Sequence[bool]) -> ClosedJaxpr:
@@ -305,7 +329,8 @@ def transposed_program(jaxpr: ClosedJaxpr, linear: Sequence[bool], live: Sequenc
     num_known = len(avals) - sum(linear)
 
     def transposed(*operands: Any) -> list[Any]:
-        known, cotangents = operands[:num_known], operands[num_known:]
+        known = operands[:num_known]
+        cotangents = operands[num_known:]
 
         def of_linear(*xs: Any) -> list[Any]:
             return picked(live, evaluate_jaxpr(jaxpr, merged(linear, xs, known)))
@@ -319,8 +344,8 @@ def transposed_program(jaxpr: ClosedJaxpr, linear: Sequence[bool], live: Sequenc
 def tangent_program(gradient: Gradient, has_tangent: Sequence[bool]) -> ClosedJaxpr:
     """Returns the linear map of a derivative, with the tangents of some of the results that are floats."""
     jaxpr = gradient.tangents
-    wanted = picked(gradient.is_float, has_tangent)
-    results = picked(wanted, jaxpr.jaxpr.outvars)
+    float_has_tangent = picked(gradient.is_float, has_tangent)
+    results = picked(float_has_tangent, jaxpr.jaxpr.outvars)
     return ClosedJaxpr(_compat.with_results(jaxpr.jaxpr, results), jaxpr.consts)
 
 
@@ -331,10 +356,14 @@ def pushforward_program(
     avals = [abstract(v) for v in jaxpr.jaxpr.invars]
 
     def run(*operands: Any) -> list[Any]:
-        primals, tangents = operands[: len(avals)], operands[len(avals) :]
+        primals = operands[: len(avals)]
+        tangents = operands[len(avals) :]
         fixed = others(wrt, primals)
-        run_on = lambda *diff: evaluate_jaxpr(jaxpr, merged(wrt, diff, fixed))
-        results, result_tangents = jax.jvp(run_on, tuple(picked(wrt, primals)), tuple(tangents))
+
+        def of_variables(*variables: Any) -> list[Any]:
+            return evaluate_jaxpr(jaxpr, merged(wrt, variables, fixed))
+
+        results, result_tangents = jax.jvp(of_variables, tuple(picked(wrt, primals)), tuple(tangents))
         outs = [*results, *picked(has_tangent, result_tangents)]
         return [outs[i] for i in order]
 

@@ -349,7 +349,8 @@ class RegionAdjoint(Adjoint):
     @functools.cached_property
     def copied_residuals(self) -> frozenset[int]:
         """Which operands of backward are copies of parameters that units have kept."""
-        num_params, num_results = self.call.program.num_params, len(self.has_tangent)
+        num_params = self.call.program.num_params
+        num_results = len(self.has_tangent)
         copied = self.forward.constant_results
         return frozenset(num_params + i - num_results for i in copied if i >= num_results)
 
@@ -360,10 +361,11 @@ class RegionAdjoint(Adjoint):
         return self._backwards[live]
 
     def _new_backward(self, live: tuple[bool, ...]) -> RegionCall:
-        call, gradient = self.call, self.gradient
-        num_params, num_results = call.program.num_params, len(self.has_tangent)
-        may_be_live = iter(live)
-        live_results = tuple(has_tangent and next(may_be_live) for has_tangent in self.has_tangent)
+        call = self.call
+        gradient = self.gradient
+        num_params = call.program.num_params
+        num_results = len(self.has_tangent)
+        live_results = self.live_results(live)
         results = [ResultOf(self.forward.leaving, i) for i in range(num_results)]
         residuals = [ResultOf(self.forward.leaving, num_results + i) for i in range(len(gradient.kept))]
         residual_avals = gradient.forward.out_avals[num_results:]

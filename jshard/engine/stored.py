@@ -87,7 +87,7 @@ def fused_over_inner_axes(x: jax.Array, placement: Placement) -> jax.Array:
     """Makes the next collective of an array also one over the inner axes that its parameter is stored over."""
     for axis in placement.axes:
         if axis in INNER_AXES:
-            x = over_axis_p.bind(x, axis=axis, dim=FUSED, beside=None)
+            x = over_axis_p.bind(x, axis=axis, dim=FUSED, tensor_dim=None)
     return x
 
 

@@ -1,10 +1,11 @@
 """A call as a program: the user's method runs once, on abstract arrays, in global view."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jshard import _compat
 from jshard._text import ATTENTION, CONTEXT
@@ -56,77 +57,155 @@ class Call(Protocol):
         """Writes the state back to the caller's objects, and returns the method's result."""
 
 
-def trace_call(call: Call, body: Callable, params: list[Any], inputs: list[Any], remat: Remat) -> tuple[Program, list]:
-    """Traces a call's body, a function of parameters and inputs: a program, and constants to append to its operands."""
+def trace_call(
+    call: Call, body: Callable[..., Any], params: list[Any], inputs: list[Any], remat: Remat
+) -> tuple[Program, list[Any]]:
+    """Traces a call's body, a function of parameters and inputs.
+
+    Returns:
+        The program, and constants to append to its operands.
+    """
     with inside_annotated_call(call), attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
     _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
-    if n := len(call.written):  # the program omits the parameters that were only passed through
-        outs = closed.jaxpr.outvars
-        pairs = zip(outs[-2 * n : -n], outs[-n:], strict=True)
-        changed = [i for i, (old, new) in enumerate(pairs) if not _is_passed(closed.jaxpr, old, new)]
-        call.keep_written(changed)
-        results = [*outs[: -2 * n], *(outs[-n:][i] for i in changed)]
-        closed = jex.ClosedJaxpr(_compat.with_results(closed.jaxpr, results), closed.consts)
-    if names := _compat.axis_names(closed.jaxpr):  # backward is traced where that axis no longer exists
-        raise CallError(
-            "The model has collectives over an axis that a vmap or pmap around it names.",
-            where=f"{call.where}: {', '.join(map(repr, names))}",
-            why="an annotated model is called on the whole batch: its means already cover the batch.",
-            do="nn.BatchNorm(axis_name=None)  # and call it without the vmap\n"
-            "If the vmap is inside the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
-        )
+    if call.written:
+        closed = _without_passed_parameters(closed, call)
+    _refuse_collectives(closed.jaxpr, call)
+
     consts = list(closed.consts)
     if consts:
-        run = lambda *xs: evaluate_jaxpr(jex.ClosedJaxpr(closed.jaxpr, xs[len(xs) - len(consts) :]), xs[: -len(consts)])
-        closed = jax.make_jaxpr(run)(*params, *inputs, *map(abstract, consts))
+        closed = _with_constants_as_operands(closed, [*params, *inputs])
     return Program(closed, len(params), remat=remat), consts
 
 
-def _warn_of_names(call: Call, jaxpr: Any, remat: Remat, attention_calls: int) -> None:
-    """Warns of a policy by names if the program has none of them."""
-    names, found = kept_names(remat), set(_names_in(jaxpr)) | ({CONTEXT} if attention_calls else set())
-    if remat == ATTENTION_AGAIN and not attention_calls:
-        why, do = "everything is kept: it does not call js.kernels.attention", "y = js.kernels.attention(q, k, v)"
-    elif names and not found & {*names}:
-        why = f"nothing is kept: it names only {', '.join(sorted(found))}" if found else "nothing is kept by name"
-        do = f"x = jax.ad_checkpoint.checkpoint_name(x, {names[0]!r})"
-    else:
+def _without_passed_parameters(closed: ClosedJaxpr, call: Call) -> ClosedJaxpr:
+    """Returns the program without the results of written parameters that were only passed through.
+
+    Its last results are the parameters before the call, then after it. Those that the method has changed stay: the
+    call keeps their numbers.
+    """
+    results = closed.jaxpr.outvars
+    num_written = len(call.written)
+    before = results[-2 * num_written : -num_written]
+    after = results[-num_written:]
+    changed = [i for i in range(num_written) if not _is_passed(closed.jaxpr, before[i], after[i])]
+    call.keep_written(changed)
+    kept_results = [*results[: -2 * num_written], *(after[i] for i in changed)]
+    return ClosedJaxpr(_compat.with_results(closed.jaxpr, kept_results), closed.consts)
+
+
+def _refuse_collectives(jaxpr: Jaxpr, call: Call) -> None:
+    """Raises for collectives over an axis of a `vmap` around the call: backward is traced where it no longer exists."""
+    names = _compat.axis_names(jaxpr)
+    if not names:
         return
-    _compat.warn_user(f"remat={remat!r} matches nothing in {call.where}: {why}. In the model: {do}")
+    raise CallError(
+        "The model has collectives over an axis that a vmap or pmap around it names.",
+        where=f"{call.where}: {', '.join(map(repr, names))}",
+        why="an annotated model is called on the whole batch: its means already cover the batch.",
+        do="nn.BatchNorm(axis_name=None)  # and call it without the vmap\n"
+        "If the vmap is inside the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
+    )
 
 
-def _names_in(jaxpr: Any) -> Iterator[str]:
-    """The names of values, for policies; the results of cuDNN's attention have one by themselves."""
-    for e in jaxpr.eqns:
-        if e.primitive.name == "name":
-            yield e.params["name"]
-        elif e.primitive.name == ATTENTION:
+def _with_constants_as_operands(closed: ClosedJaxpr, operands: list[Any]) -> ClosedJaxpr:
+    """Returns a program that takes its constants as its last operands: they may be tracers of one call."""
+    num_operands = len(operands)
+
+    def run(*xs: Any) -> list[Any]:
+        consts = xs[num_operands:]
+        return evaluate_jaxpr(ClosedJaxpr(closed.jaxpr, consts), xs[:num_operands])
+
+    return jax.make_jaxpr(run)(*operands, *map(abstract, closed.consts))
+
+
+# ---- policies by names
+
+
+def _warn_of_names(call: Call, jaxpr: Jaxpr, remat: Remat, num_attention_calls: int) -> None:
+    """Warns of a policy by names if the program has none of them."""
+    if remat == ATTENTION_AGAIN:
+        if num_attention_calls:
+            return
+        why = "everything is kept: it does not call js.kernels.attention"
+        line = "y = js.kernels.attention(q, k, v)"
+    else:
+        policy_names = kept_names(remat)
+        program_names = set(_names_in(jaxpr))
+        if num_attention_calls:
+            program_names.add(CONTEXT)
+        if not policy_names or program_names & set(policy_names):
+            return
+        why = "nothing is kept by name"
+        if program_names:
+            why = f"nothing is kept: it names only {', '.join(sorted(program_names))}"
+        line = f"x = jax.ad_checkpoint.checkpoint_name(x, {policy_names[0]!r})"
+    _compat.warn_user(f"remat={remat!r} matches nothing in {call.where}: {why}. In the model: {line}")
+
+
+def _names_in(jaxpr: Jaxpr) -> Iterator[str]:
+    """Yields the names of values, for policies; the results of cuDNN's attention have one by themselves."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"]
+        elif eqn.primitive.name == ATTENTION:
             yield CONTEXT
-        for inner in jex.jaxprs_in_params(e.params):
+        for inner in jaxprs_in_params(eqn.params):
             yield from _names_in(inner)
 
 
-def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
-    """Whether a variable is another one, passed through calls and loops."""
+# ---- parameters that are passed through
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passage:
+    """A way in which a result of an equation may be one of its operands: through the program inside.
+
+    Attributes:
+        operand: the number of the operand.
+        inner: the program inside.
+        old: the operand's variable there.
+        new: the result's variable there.
+    """
+
+    operand: int
+    inner: Jaxpr
+    old: Any
+    new: Any
+
+
+def _is_passed(jaxpr: Jaxpr, old: Any, new: Any) -> bool:
+    """Returns whether a variable is another one, passed through calls and loops."""
     while new is not old:
-        e = next((e for e in jaxpr.eqns if new in e.outvars), None)
-        if e is None:
+        operand = _operand_that_is(jaxpr, new)
+        if operand is None:
             return False
-        at = next((i for i, inner, v, out in _handed(e, e.outvars.index(new)) if _is_passed(inner, v, out)), None)
-        if at is None:
-            return False
-        new = e.invars[at]
+        new = operand
     return True
 
 
-def _handed(e: Any, k: int) -> Iterator[tuple[int, Any, Any, Any]]:
-    """Operands that a result could be: the number of each, the program inside, and both variables there."""
-    if e.primitive.name == "scan":
-        (inner, _), (n_consts, n_carry) = rules.opened(e.params["jaxpr"]), _compat.scan_arguments(e)
-        at = [n_consts + k] if k < n_carry else range(n_consts + n_carry, len(e.invars))
-        yield from ((i, inner, inner.invars[i], inner.outvars[k]) for i in at)
-    elif e.primitive.name in rules.CALLS:
-        inner, _ = rules.program(e)
-        at = rules.operands(e, range(len(e.invars)))
-        yield from ((i, inner, v, inner.outvars[k]) for i, v in zip(at, inner.invars, strict=True))
+def _operand_that_is(jaxpr: Jaxpr, result: Any) -> Any:
+    """Returns the operand that an equation returns as this result; None if it computes it, or is not there."""
+    for eqn in jaxpr.eqns:
+        if result in eqn.outvars:
+            for passage in _passages(eqn, eqn.outvars.index(result)):
+                if _is_passed(passage.inner, passage.old, passage.new):
+                    return eqn.invars[passage.operand]
+            return None
+    return None
+
+
+def _passages(eqn: JaxprEqn, result: int) -> Iterator[_Passage]:
+    """Yields the ways in which a result, by its number, may be an operand."""
+    if eqn.primitive.name == "scan":
+        inner, _ = rules.opened(eqn.params["jaxpr"])
+        num_consts, num_carry = _compat.scan_arguments(eqn)
+        stacked_operands = range(num_consts + num_carry, len(eqn.invars))
+        operands = [num_consts + result] if result < num_carry else stacked_operands
+        for operand in operands:
+            yield _Passage(operand, inner, inner.invars[operand], inner.outvars[result])
+    elif eqn.primitive.name in rules.CALLS:
+        inner, _ = rules.program(eqn)
+        operands = rules.operands(eqn, range(len(eqn.invars)))
+        for operand, variable in zip(operands, inner.invars, strict=True):
+            yield _Passage(operand, inner, variable, inner.outvars[result])

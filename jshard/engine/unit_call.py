@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,9 +104,20 @@ class UnitCall(ProgramCall):
 
     def is_like(self, other: "UnitCall") -> bool:
         """Returns whether another call is equal if their programs are."""
-        mine = (self.owners, self.settings, self.where, self.out_dtypes, self.phase, self.wrt, self.num_kept)
-        theirs = (other.owners, other.settings, other.where, other.out_dtypes, other.phase, other.wrt, other.num_kept)
-        return mine == theirs and self.program.remat == other.program.remat
+        return self._properties() == other._properties()
+
+    def _properties(self) -> tuple[Hashable, ...]:
+        """Returns what distinguishes calls of equal programs."""
+        return (
+            self.owners,
+            self.settings,
+            self.where,
+            self.out_dtypes,
+            self.phase,
+            self.wrt,
+            self.num_kept,
+            self.program.remat,
+        )
 
     def bind(self, operands: Sequence[Any]) -> list[Any]:
         """Calls the unit. Copies that its program does not take are left out: the parameters are gathered again."""
@@ -167,7 +178,7 @@ class UnitCall(ProgramCall):
 
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one unit."""
-        num_params, num_operands = len(self.owners), len(wrt)
+        num_operands = len(wrt)
         has_tangent = tuple(has_gradient(aval) for aval in self.program.jaxpr.out_avals)
         tangent_dtypes = dict(enumerate(picked(wrt, [aval.dtype for aval in avals[:num_operands]]), num_operands))
         num_gradients = sum(self.wrt)
@@ -177,7 +188,7 @@ class UnitCall(ProgramCall):
         all_dtypes = [*out_dtypes, *picked(has_tangent, out_dtypes)]
         call = dataclasses.replace(
             self,
-            program=Program(jaxpr, num_params),
+            program=Program(jaxpr, len(self.owners)),
             jaxpr=jaxpr,
             out_dtypes=tuple(all_dtypes[i] for i in order),
             num_kept=0,
@@ -248,10 +259,10 @@ class UnitAdjoint(Adjoint):
         return self._backwards[live]
 
     def _new_backward(self, live: tuple[bool, ...]) -> UnitCall:
-        call, gradient = self.call, self.gradient
+        call = self.call
+        gradient = self.gradient
         own = [owner == OWN for owner in call.owners]
-        may_be_live = iter(live)
-        live_results = tuple(has_tangent and next(may_be_live) for has_tangent in self.has_tangent)
+        live_results = self.live_results(live)
         cotangent_dtypes = picked(live_results, call.out_dtypes[: len(live_results)])
         first_cotangent = len(own) + len(gradient.kept)
         taken = dict(enumerate(cotangent_dtypes, first_cotangent))
@@ -278,10 +289,15 @@ class UnitAdjoint(Adjoint):
 
 def _run(*operands: Any, call: UnitCall) -> list[Any]:
     """Runs a unit's program as it is, in its dtypes and under its name."""
-    cast = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, call.jaxpr.in_avals, strict=True)]
+    inputs = _cast_to(operands, [aval.dtype for aval in call.jaxpr.in_avals])
     with jax.named_scope(f"jshard[{call.settings.name}]"):
-        outs = evaluate_jaxpr(call.jaxpr, cast)
-    return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(outs, call.out_dtypes, strict=True)]
+        outs = evaluate_jaxpr(call.jaxpr, inputs)
+    return _cast_to(outs, call.out_dtypes)
+
+
+def _cast_to(arrays: Sequence[Any], dtypes: Sequence[np.dtype]) -> list[Any]:
+    """Returns arrays in these dtypes; without an equation for those that have them."""
+    return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
 @unit_p.def_effectful_abstract_eval
@@ -321,19 +337,27 @@ def copies_among(jaxpr: Jaxpr) -> frozenset[int]:
     copies: set[Var] = set()
     for eqn in jaxpr.eqns:
         copies.update(eqn.outvars[k] for k in _copies_of_equation(eqn))
-    return frozenset(k for k, atom in enumerate(jaxpr.outvars) if not _compat.is_literal(atom) and atom in copies)
+    positions: set[int] = set()
+    for position, atom in enumerate(jaxpr.outvars):
+        if not _compat.is_literal(atom) and atom in copies:
+            positions.add(position)
+    return frozenset(positions)
 
 
 def _copies_of_equation(eqn: JaxprEqn) -> Sequence[int]:
+    name = eqn.primitive.name
     if eqn.primitive is unit_p:
         call: UnitCall = eqn.params["call"]
         num_results = len(eqn.outvars)
-        kept = range(num_results - call.num_kept, num_results) if call.phase == FORWARD else ()
-        return [*kept, *call.constant_results]
-    if eqn.primitive.name == "scan" or eqn.primitive.name in rules.CALLS:
-        inner, _ = rules.opened(eqn.params["jaxpr"]) if eqn.primitive.name == "scan" else rules.program(eqn)
+        num_kept = call.num_kept if call.phase == FORWARD else 0
+        return [*range(num_results - num_kept, num_results), *call.constant_results]
+    if name == "scan":
+        inner, _ = rules.opened(eqn.params["jaxpr"])
         return sorted(copies_among(inner))
-    if eqn.primitive.name == "cond":
+    if name in rules.CALLS:
+        inner, _ = rules.program(eqn)
+        return sorted(copies_among(inner))
+    if name == "cond":
         of_branches = [copies_among(rules.opened(branch)[0]) for branch in eqn.params["branches"]]
         return sorted(frozenset.intersection(*of_branches))
     return ()

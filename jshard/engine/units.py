@@ -77,10 +77,7 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     """Calls a unit inside a region's trace."""
     traces = _traces.get()
     assert traces is not None
-    gathered = [
-        jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN else x
-        for x, p, owner in zip(map(abstract, call.params), call.placements, call.owners, strict=True)
-    ]
+    gathered = _gathered_types(call)
     inputs = list(map(abstract, call.inputs))
     owners = tuple(call.owners)
     own_name = settings.name if NESTED in owners else ""  # units inside are named after it
@@ -108,6 +105,17 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     return call.finish(outs, traced.result)
 
 
+def _gathered_types(call: Call) -> list[Any]:
+    """Returns the types of the parameters as the program takes them: its own in the dtype that they are gathered in."""
+    types = []
+    for x, placement, owner in zip(call.params, call.placements, call.owners, strict=True):
+        type_of_param = abstract(x)
+        if placement is not None and owner == OWN:
+            type_of_param = jax.ShapeDtypeStruct(x.shape, placement.gathered_dtype)
+        types.append(type_of_param)
+    return types
+
+
 def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], list[Any]], list[Any]]:
     """The body of a call, with its arguments and results in the dtypes of a policy."""
 
@@ -121,7 +129,9 @@ def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], l
 
 
 def _cast(x: Any, dtype: str | None) -> Any:
-    return x.astype(dtype) if dtype and is_real_float(x.dtype) else x
+    if dtype is None or not is_real_float(x.dtype):
+        return x
+    return x.astype(dtype)
 
 
 # ---- in global view: as a Flax user would write it, the baseline for jshard; and units that are never gathered
@@ -130,11 +140,7 @@ def _cast(x: Any, dtype: str | None) -> Any:
 def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any], unit: Unit) -> Any:
     """Calls a method of a unit's module as a Flax user would write it: cast, and under `jax.checkpoint`."""
     call = NnxCall(module, method, *_split_along_batch((args, kwargs), unit))
-    gathers = (OWN,) if unit.nested else {*call.owners} - {NESTED}
-    params = [
-        x if p is None else without_padding(fetched(x), p).astype(p.gathered_dtype if owner in gathers else x.dtype)
-        for x, p, owner in zip(call.params, call.placements, call.owners, strict=True)
-    ]
+    params = _logical_params(call, unit)
     with attention_again(unit.policy.remat == ATTENTION_AGAIN):
         run = checkpointed(computes_in(call, unit.policy.mixed_precision), unit.policy.remat)
         outs = run(params, call.inputs)
@@ -142,32 +148,51 @@ def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwa
     return _split_along_batch(call.finish(outs[: len(outs) - passed], call.result), unit)
 
 
+def _logical_params(call: NnxCall, unit: Unit) -> list[Any]:
+    """Returns the parameters on the device, without padding; those that this call would gather in their dtype."""
+    # A unit inside another gathers its own parameters alone; the outermost one also those that no unit inside has.
+    gathers = {OWN} if unit.nested else {*call.owners} - {NESTED}
+    params = []
+    for x, placement, owner in zip(call.params, call.placements, call.owners, strict=True):
+        if placement is not None:
+            dtype = placement.gathered_dtype if owner in gathers else x.dtype
+            x = without_padding(fetched(x), placement).astype(dtype)
+        params.append(x)
+    return params
+
+
 def _split_along_batch(tree: Any, unit: Unit) -> Any:
-    axes, shards = data_axes(unit.mesh), data_degree(unit.mesh)
+    """Constrains arrays to be split over the data axes along dim 0, where that divides."""
+    mesh = unit.mesh
+    if not isinstance(mesh, Mesh):  # shapes only
+        return tree
+    num_shards = data_degree(mesh)
 
     def split(x: Any) -> Any:
-        if not is_array(x) or x.ndim < 2 or x.shape[0] % shards or not isinstance(unit.mesh, Mesh):
+        if not is_array(x) or x.ndim < 2 or x.shape[0] % num_shards:
             return x
-        entries = [axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
-        return lax.with_sharding_constraint(x, NamedSharding(unit.mesh, PartitionSpec(*entries)))
+        spec = PartitionSpec(data_axes(mesh), *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(split, tree, is_leaf=is_nnx)
 
 
 def run_ungathered(call: Call, unit: Unit) -> Any:
     """Calls a method of a unit on parameters that stay in place; the compiler places the communication."""
-
-    def held(stored: jax.Array, placement: Placement) -> jax.Array:
-        """The parameter, constrained to its placement, like its gradient, which the compiler would place anywhere."""
-        if not isinstance(unit.mesh, Mesh) or stored.ndim != len(placement.spec):  # shapes only, or a layer in a scan
-            return stored
-        return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))
-
-    params = [
-        x if p is None else without_padding(held(x, p), p).astype(p.gathered_dtype)
-        for x, p in zip(call.guarded(call.params), call.placements, strict=True)
-    ]
+    params = []
+    for x, placement in zip(call.guarded(call.params), call.placements, strict=True):
+        if placement is not None:
+            stored = _as_placed(x, placement, unit)
+            x = without_padding(stored, placement).astype(placement.gathered_dtype)
+        params.append(x)
     with jax.named_scope(f"jshard[{unit.name or '(root)'}]"):
         outs = computes_in(call, unit.policy.mixed_precision)(params, call.inputs)
     outs = call.without_passed(outs)
     return call.finish(outs, call.result)
+
+
+def _as_placed(stored: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
+    """Constrains a parameter to its placement, and so its gradient, which the compiler would place anywhere."""
+    if not isinstance(unit.mesh, Mesh) or stored.ndim != len(placement.spec):  # shapes only, or a layer in a scan
+        return stored
+    return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))

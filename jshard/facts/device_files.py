@@ -1,34 +1,92 @@
-"""Devices that the table lacks, described in a file: a row of the table, and the differences."""
+"""Devices that the table lacks, described in a file: a row of the table, and the differences.
+
+Anyone may have written such a file. So every value is checked before it is used: after `read_device` no number is
+zero, infinite or of another type, and no percentage is above 100. Estimates divide by these numbers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jshard._files import read_named
 from jshard._parsing import is_number, is_text, parse_toml, shown
 from jshard.errors import ShardingError
-from jshard.facts.devices import DEVICES, DeviceFacts, DeviceLink, Reached
+from jshard.facts.device_facts import DeviceLink, Reached
+from jshard.facts.devices import DEVICES, DeviceFacts
 
 SUFFIX = ".toml"
 
+
+@dataclasses.dataclass(frozen=True)
+class _TableForm:
+    """The form of a table of the file."""
+
+    record: type[DeviceLink] | type[Reached]  # what it becomes; its fields are the keys
+    label: str  # the field that takes the source of the numbers
+    ascending: tuple[str, ...]  # percentages, none of which may exceed the next
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that the table may have."""
+        return [field.name for field in dataclasses.fields(self.record)]
+
+    @property
+    def required(self) -> list[str]:
+        """The keys that have no default."""
+        return [field.name for field in dataclasses.fields(self.record) if field.default is dataclasses.MISSING]
+
+
+_LINK = _TableForm(DeviceLink, label="name", ascending=("least_percent", "reached_percent"))
+_EFFICIENCY = _TableForm(Reached, label="source", ascending=("least", "stated", "most"))
+
 _TEXTS = ("like", "title", "source")
 _COUNTS = ("hbm_bytes", "hbm_bytes_per_s", "fast_group", "core_count")
-_TABLES: Mapping[str, Any] = {
-    "fast": DeviceLink,
-    "slow": DeviceLink,
-    "host": DeviceLink,
-    "matmul": Reached,
-    "attention": Reached,
+_PEAKS = "flops_per_s"
+_TABLES = {
+    "fast": _LINK,
+    "slow": _LINK,
+    "host": _LINK,
+    "matmul": _EFFICIENCY,
+    "attention": _EFFICIENCY,
 }
-_KEYS = (*_TEXTS, *_COUNTS, "flops_per_s", *_TABLES)
+_KEYS = (*_TEXTS, *_COUNTS, _PEAKS, *_TABLES)
+_PEAK_DTYPES = ("bf16", "f32", "tf32", "fp8")
+
+# The compiler has its own description of a GPU. A number that stands in both must be changed in both, or the program
+# would be compiled for one device and estimated for another.
+_NAMES_IN_TARGET = {
+    "hbm_bytes": "device_memory_size",
+    "hbm_bytes_per_s": "memory_bandwidth",
+    "core_count": "core_count",
+}
+
+_LARGEST_RATE = 1e30  # with larger ones, products would be infinite
+_LARGEST_COUNT = 2**63 - 1
+
+# A line to paste for a key whose value is refused.
+_EXAMPLES = {
+    "like": 'like = "h100"',
+    "title": 'title = "NVIDIA H20, 96 GB"',
+    "source": 'source = "NVIDIA H20 data sheet"',
+    "hbm_bytes": "hbm_bytes = 96_000_000_000",
+    "hbm_bytes_per_s": "hbm_bytes = 96_000_000_000",
+    "fast": "fast_group = 8",
+    "fast_group": "fast_group = 8",
+    "core_count": "core_count = 78",
+    "flops_per_s": "flops_per_s = { bf16 = 148e12 }",
+    "slow": "slow = { gb_per_s = 50 }",
+    "host": "host = { gb_per_s = 64 }",
+    "matmul": "matmul = { least = 60, stated = 70, most = 80 }",
+    "attention": "attention = { least = 30, stated = 42, most = 54 }",
+}
 
 
 def read_device(path: Path) -> DeviceFacts:
-    """The device that a TOML file describes.
+    """Reads the device that a TOML file describes.
 
     Args:
         path: the file. `like` names the row of the table with all other numbers of the device; `source` is the source
@@ -51,123 +109,154 @@ def read_device(path: Path) -> DeviceFacts:
         >>> hbm_bytes_per_s = 4.0e12
         >>> slow = { gb_per_s = 50, name = "one 400 Gb/s adapter per GPU", reached_percent = 84, least_percent = 30 }
     """
-    try:
-        found = parse_toml(read_named(path))
-    except (OSError, ValueError) as error:
-        _refuse(path, "it cannot be read", str(error), f'like = "h100"  # {path} is TOML, and starts with such a line')
-    _known(path, "", found, _KEYS)
-    for key in _TEXTS:
-        _check(path, key, found.get(key), is_text(found.get(key)), "a quoted string, which is required")
-    base = DEVICES.get(found["like"])
-    if base is None:
-        near = difflib.get_close_matches(found["like"], DEVICES, n=1) or ["h100"]
-        _refuse(path, f"like = {found['like']!r}", f"the table has {', '.join(DEVICES)}.", f'like = "{near[0]}"')
-    source = f"{path.name}: {found['source']}"
-    changed: dict[str, Any] = {"title": found["title"]}
-    for key in _COUNTS:
-        if key in found:
-            _check(path, key, found[key], _is_count(found[key]), "a number from 1 to 2**63 - 1")
-            changed[key] = int(found[key])
-    if "flops_per_s" in found:
-        peaks = found["flops_per_s"]
-        _check(path, "flops_per_s", peaks, isinstance(peaks, dict), "a table of dtypes and operations per second")
-        _known(path, "flops_per_s.", peaks, ("bf16", "f32", "tf32", "fp8"))
+    return _DeviceFile.read(path).device()
+
+
+@dataclasses.dataclass(frozen=True)
+class _DeviceFile:
+    """A file that describes a device. Its methods refuse a value before they use it."""
+
+    path: Path
+    values: Mapping[str, Any]  # as written
+
+    @classmethod
+    def read(cls, path: Path) -> _DeviceFile:
+        """Reads a file, and checks its keys and the texts that it must have."""
+        try:
+            values = parse_toml(read_named(path))
+        except (OSError, ValueError) as error:
+            do = f'like = "h100"  # {path} is TOML, and starts with such a line'
+            _refuse(path, "it cannot be read", str(error), do)
+        file = cls(path, values)
+        file._check_keys("", values, _KEYS)
+        for key in _TEXTS:
+            text = values.get(key)
+            file._check(is_text(text), key, text, "a quoted string, which is required")
+        return file
+
+    def device(self) -> DeviceFacts:
+        """Returns the device: the row that the file names, with its changes."""
+        base = self._base()
+        counts = self._counts()
+        changes: dict[str, Any] = {"title": self.values["title"]}
+        stated_in = dict.fromkeys(counts, self._source)
+        if _PEAKS in self.values:
+            changes[_PEAKS] = {**base.flops_per_s, **self._peaks()}
+            stated_in[_PEAKS] = self._source
+        for key, form in _TABLES.items():
+            if key in self.values:
+                changes[key] = self._table(key, form, getattr(base, key))
+        changes |= self._count_changes(base, counts)
+        return dataclasses.replace(base, **changes, stated_in=stated_in)
+
+    @property
+    def _source(self) -> str:
+        return f"{self.path.name}: {self.values['source']}"
+
+    def _base(self) -> DeviceFacts:
+        """Returns the row of the table that the file names."""
+        name = self.values["like"]
+        if name not in DEVICES:
+            near = difflib.get_close_matches(name, DEVICES, n=1) or ["h100"]
+            self._refuse(f"like = {name!r}", f"the table has {', '.join(DEVICES)}.", f'like = "{near[0]}"')
+        return DEVICES[name]
+
+    def _counts(self) -> dict[str, int]:
+        """Returns the numbers of bytes and of things."""
+        counts = {}
+        for key in _COUNTS:
+            if key in self.values:
+                value = self.values[key]
+                self._check(_is_count(value), key, value, "a number from 1 to 2**63 - 1")
+                counts[key] = int(value)
+        return counts
+
+    def _count_changes(self, base: DeviceFacts, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Returns the changes of fields that follow from counts, with those of the description for the compiler."""
+        changes: dict[str, Any] = {key: count for key, count in counts.items() if key != "core_count"}
+        if base.target is None:
+            if "core_count" in counts:
+                why = f"a {base.title} has no description for its compiler."
+                self._refuse("core_count", why, "# core_count: remove it")
+            return changes
+        in_target = {}
+        for key, name in _NAMES_IN_TARGET.items():
+            if key in counts:
+                in_target[name] = counts[key]
+        changes["target"] = dataclasses.replace(base.target, **in_target)
+        return changes
+
+    def _peaks(self) -> dict[str, float]:
+        """Returns the peaks by dtype."""
+        peaks = self.values[_PEAKS]
+        self._check(isinstance(peaks, dict), _PEAKS, peaks, "a table of dtypes and operations per second")
+        self._check_keys(f"{_PEAKS}.", peaks, _PEAK_DTYPES)
         for dtype, peak in peaks.items():
-            _check(path, f"flops_per_s.{dtype}", peak, _is_positive(peak), "a number above 0")
-        changed["flops_per_s"] = {**base.flops_per_s, **peaks}
-    stated = {key: source for key in changed if key in (*_COUNTS, "flops_per_s")}
-    changed |= {key: _table(path, key, found[key], getattr(base, key), source) for key in _TABLES if key in found}
-    return dataclasses.replace(base, **_described(path, base, changed), stated_in=stated)
+            self._check(_is_rate(peak), f"{_PEAKS}.{dtype}", peak, "a number above 0")
+        return peaks
 
+    def _table(self, key: str, form: _TableForm, base: DeviceLink | Reached | None) -> DeviceLink | Reached:
+        """Returns a link, or kernel efficiencies: the numbers of the file, and the others from the table's row."""
+        changes = self.values[key]
+        self._check_table(key, form, changes)
+        values: dict[str, Any] = {} if base is None else dict(vars(base))
+        values |= changes
+        # The label is printed as the source of the numbers: it must not stay that of the row.
+        values[form.label] = f"{changes[form.label]}, {self._source}" if form.label in changes else self._source
+        for name in form.required:
+            if name not in values:  # the row has no such link
+                self._refuse(key, f"the table has no {name} either.", f"{key}.{name} = 64")
+        self._check_order(key, form, values)
+        return form.record(**values)
 
-def _described(path: Path, base: DeviceFacts, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes, including those to a GPU's description for the compiler."""
-    fields = {key: value for key, value in changed.items() if key != "core_count"}
-    if base.target is None:
-        if "core_count" in changed:
-            _refuse(
-                path, "core_count", f"a {base.title} has no description for its compiler.", "# core_count: remove it"
-            )
-        return fields
-    names = {"hbm_bytes": "device_memory_size", "hbm_bytes_per_s": "memory_bandwidth", "core_count": "core_count"}
-    target = {name: changed[key] for key, name in names.items() if key in changed}
-    return fields | {"target": dataclasses.replace(base.target, **target)}
+    def _check_table(self, key: str, form: _TableForm, changes: Any) -> None:
+        """Checks the keys and values of a link, or of kernel efficiencies."""
+        self._check(isinstance(changes, dict), key, changes, f"a table of {', '.join(form.keys)}")
+        self._check_keys(f"{key}.", changes, form.keys)
+        for name, value in changes.items():
+            if name in ("name", "source"):
+                self._check(is_text(value), f"{key}.{name}", value, "a quoted string")
+            else:
+                self._check(_is_rate(value), f"{key}.{name}", value, "a number above 0")
 
+    def _check_order(self, key: str, form: _TableForm, values: Mapping[str, Any]) -> None:
+        """Checks percentages against one another: those of the file are mixed with those of the row."""
+        percentages = [values[name] for name in form.ascending if name in values]
+        if not percentages:
+            return
+        if percentages != sorted(percentages) or percentages[-1] > 100:
+            order = " <= ".join(form.ascending)
+            why = f"they are {', '.join(map(str, percentages))}, in percent."
+            self._refuse(key, why, f"# {key}: {order} <= 100")
 
-def _table(path: Path, key: str, given: Any, base: Any, source: str) -> Any:
-    """A link, or kernel efficiencies: the given numbers, and the others from the table's row."""
-    cls = _TABLES[key]
-    names = [field.name for field in dataclasses.fields(cls)]
-    _check(path, key, given, isinstance(given, dict), f"a table of {', '.join(names)}")
-    _known(path, f"{key}.", given, names)
-    for name, value in given.items():
-        if name in ("name", "source"):
-            _check(path, f"{key}.{name}", value, is_text(value), "a quoted string")
-        else:
-            _check(path, f"{key}.{name}", value, _is_positive(value), "a number above 0")
-    of = "source" if cls is Reached else "name"
-    values = ({} if base is None else vars(base)) | given | {of: f"{given[of]}, {source}" if of in given else source}
-    if missing := [field.name for field in dataclasses.fields(cls) if field.name not in values and _is_needed(field)]:
-        _refuse(
-            path, key, f"{(base and base.name) or 'the table'} has no {missing[0]} either.", f"{key}.{missing[0]} = 64"
-        )
-    ordered = ("least", "stated", "most") if cls is Reached else ("least_percent", "reached_percent")
-    sizes = [values[name] for name in ordered if name in values]
-    if sizes != sorted(sizes) or (sizes and sizes[-1] > 100):
-        order = " <= ".join(ordered)
-        _refuse(path, key, f"they are {', '.join(map(str, sizes))}, in percent.", f"# {key}: {order} <= 100")
-    return cls(**values)
+    def _check(self, is_good: bool, key: str, value: object, expected: str) -> None:
+        """Refuses the value of a key, such as "slow.gb_per_s", unless it is good."""
+        if is_good:
+            return
+        problem = "it is missing" if value is None else f"it is {shown(value)}"
+        top_key, _, _ = key.partition(".")
+        self._refuse(key, f"{problem}, and should be {expected}.", _EXAMPLES[top_key])
 
+    def _check_keys(self, prefix: str, values: Mapping[str, Any], known: Collection[str]) -> None:
+        """Refuses keys that would be ignored, with the nearest known one."""
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                do = f"{prefix}{near[0]}" if near else f"# {key}: remove it"
+                self._refuse(f"{prefix}{key}", f"the keys are {', '.join(known)}.", do)
 
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING
-
-
-def _is_positive(value: Any) -> bool:
-    return is_number(value) and 0 < value < _LARGEST
-
-
-def _is_count(value: Any) -> bool:
-    """Whether it is a number of bytes or of things: as an integer it is at least 1, and has 64 bits."""
-    return is_number(value) and 1 <= value < 2**63
-
-
-_LARGEST = 1e30  # of a rate: with larger ones, products would be infinite
-
-
-def _check(path: Path, key: str, value: object, is_good: bool, wanted: str) -> None:
-    if not is_good:
-        is_or_has = "it is missing" if value is None else f"it is {shown(value)}"
-        _refuse(path, key, f"{is_or_has}, and should be {wanted}.", _LINES[key[:4]])
-
-
-_LINES = {
-    **{"like": 'like = "h100"', "titl": 'title = "NVIDIA H20, 96 GB"', "sour": 'source = "NVIDIA H20 data sheet"'},
-    **{"hbm_": "hbm_bytes = 96_000_000_000", "fast": "fast_group = 8", "core": "core_count = 78"},
-    **{
-        "flop": "flops_per_s = { bf16 = 148e12 }",
-        "slow": "slow = { gb_per_s = 50 }",
-        "host": "host = { gb_per_s = 64 }",
-    },
-    **{
-        "matm": "matmul = { least = 60, stated = 70, most = 80 }",
-        "atte": "attention = { least = 30, stated = 42, most = 54 }",
-    },
-}
-
-
-def _known(path: Path, of: str, given: Mapping[str, Any], names: Iterable[str]) -> None:
-    names = list(names)
-    for key in given:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            _refuse(
-                path,
-                f"{of}{key}",
-                f"the keys are {', '.join(names)}.",
-                f"{of}{near[0]}" if near else f"# {key}: remove it",
-            )
+    def _refuse(self, where: str, why: str, do: str) -> NoReturn:
+        _refuse(self.path, where, why, do)
 
 
 def _refuse(path: Path, where: str, why: str, do: str) -> NoReturn:
     raise ShardingError("The file does not describe a device.", where=f"{path}, {where}", why=why, do=do)
+
+
+def _is_rate(value: Any) -> bool:
+    return is_number(value) and 0 < value < _LARGEST_RATE
+
+
+def _is_count(value: Any) -> bool:
+    """Returns whether it is a number of bytes or of things: as an integer it is at least 1, and has 64 bits."""
+    return is_number(value) and 1 <= value <= _LARGEST_COUNT

@@ -7,7 +7,6 @@ import difflib
 import re
 import types
 from collections.abc import Mapping
-from typing import Any
 
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES
@@ -67,23 +66,15 @@ class GpuFacts:
         return int(self.arch.removeprefix("sm_")) // 10
 
 
-def _nvidia(
-    name: str, title: str, arch: str, *, smem_kib: int, spec: str, sms_source: str = "", **more: Any
-) -> GpuFacts:
-    return GpuFacts(
-        name=name,
-        title=title,
-        arch=arch,
-        smem_per_sm_bytes=smem_kib * KIB,
-        smem_per_block_bytes=smem_kib * KIB - KIB,
-        sources=types.MappingProxyType(_nvidia_sources(spec, sms_source)),
-        **more,
-    )
+def _sources(spec: str, *, num_sms: str = "") -> Mapping[str, str]:
+    """Returns the sources of a GPU's numbers.
 
-
-def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
-    return {
-        "num_sms": sms_source or f"{spec}, core_count",
+    Args:
+        spec: XLA's description of the GPU.
+        num_sms: source of the number of multiprocessors, if that description is of a GPU with another number.
+    """
+    sources = {
+        "num_sms": num_sms or f"{spec}, core_count",
         "smem_per_sm_bytes": f"{spec}, shared_memory_per_core",
         "smem_per_block_bytes": f"{spec}, shared_memory_per_block_optin",
         "smem_reserved_bytes": f"{_GUIDE}: 1 KiB of shared memory is reserved by block since 8.0",
@@ -97,69 +88,84 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
         "registers_per_thread": _GUIDE,
         "register_unit": _CUDA.format("cudaOccRegAllocationGranularity"),
     }
+    return types.MappingProxyType(sources)
 
 
-def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
-    """A GPU that `jshard plan` knows, built from its description for the compiler."""
+def _from_device(name: str, title: str, *, device: str = "") -> GpuFacts:
+    """Returns a GPU that `jshard plan` knows, as `device` if that is not its name, from its compiler description."""
     facts = DEVICES[device or name]
     target = facts.target
-    assert target is not None and target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB
-    return _nvidia(
-        name,
-        title,
-        f"sm_{target.major}0",
+    assert target is not None
+    # What the driver reserves is the difference of the two. The model adds it to the request of each block.
+    assert target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB
+    return GpuFacts(
+        name=name,
+        title=title,
+        arch=f"sm_{target.major}0",
         num_sms=target.core_count,
-        smem_kib=target.shared_memory_per_core // KIB,
-        spec=facts.spec,
+        smem_per_sm_bytes=target.shared_memory_per_core,
+        smem_per_block_bytes=target.shared_memory_per_block_optin,
+        sources=_sources(facts.spec),
     )
 
 
 _ALL = (
-    _nvidia(
-        "a40",
-        "NVIDIA A40",
-        "sm_86",
+    GpuFacts(
+        name="a40",
+        title="NVIDIA A40",
+        arch="sm_86",
         num_sms=84,
-        smem_kib=100,
+        smem_per_sm_bytes=100 * KIB,
+        smem_per_block_bytes=99 * KIB,
         threads_per_sm=1536,
         blocks_per_sm=16,
-        spec=_XLA.format("a6000") + " (RTX A6000: the same chip)",
-        sms_source="NVIDIA A40 data sheet: 10,752 CUDA cores, 128 in a multiprocessor",
+        sources=_sources(
+            _XLA.format("a6000") + " (RTX A6000: the same chip)",
+            num_sms="NVIDIA A40 data sheet: 10,752 CUDA cores, 128 in a multiprocessor",
+        ),
     ),
-    _planned("a100", "NVIDIA A100", device="a100-80"),
-    _planned("h100", "NVIDIA H100 SXM"),
-    _planned("h200", "NVIDIA H200"),
-    _planned("b200", "NVIDIA B200"),
-    _planned("gb200", "NVIDIA GB200"),
+    # Those of 40 and 80 GB differ in their memory only, which does not count here.
+    _from_device("a100", "NVIDIA A100", device="a100-80"),
+    _from_device("h100", "NVIDIA H100 SXM"),
+    _from_device("h200", "NVIDIA H200"),
+    _from_device("b200", "NVIDIA B200"),
+    _from_device("gb200", "NVIDIA GB200"),
 )
 GPUS: Mapping[str, GpuFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
 """The GPUs that the model knows, by name."""
 
 # The same name, with fewer multiprocessors.
-_OTHERS = {"pcie": "a PCIe card", "mig": "a part of a GPU (MIG)"}
+_SMALLER = {
+    "pcie": "a PCIe card",
+    "mig": "a part of a GPU (MIG)",
+}
 
 
 def gpu(name: str) -> GpuFacts:
-    """The limits of a GPU, by its name here, in a topology, or from the driver ("NVIDIA A100-SXM4-80GB").
+    """Returns the limits of a GPU, by its name here, in a topology, or from the driver ("NVIDIA A100-SXM4-80GB").
 
     Raises:
         OccupancyError: the GPU is unknown; the error lists the known ones.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    found = [GPUS[word] for word in words if word in GPUS]
-    # An A100 on a PCIe card has all multiprocessors.
-    odd = [word for word in words if word in _OTHERS and not (word == "pcie" and found and found[0].name == "a100")]
-    if not found or odd:
-        raise _unknown(name, words, odd)
-    return found[0]
+    known = [GPUS[word] for word in words if word in GPUS]
+    smaller = [word for word in words if word in _SMALLER]
+    if known and known[0].name == "a100":
+        # An A100 on a PCIe card has all multiprocessors.
+        smaller = [word for word in smaller if word != "pcie"]
+    if not known or smaller:
+        raise _unknown(name, words, smaller)
+    return known[0]
 
 
-def _unknown(name: str, words: list[str], odd: list[str]) -> OccupancyError:
+def _unknown(name: str, words: list[str], smaller: list[str]) -> OccupancyError:
+    """Returns the error for a name that is unknown, or whose words in `smaller` mean fewer multiprocessors."""
     near = [known for word in words for known in difflib.get_close_matches(word, GPUS, n=1)]
+    base = near[0] if near else "h200"
     why = f"the GPUs are {', '.join(GPUS)}."
-    do = f'dataclasses.replace(gpu("{(near or ["h200"])[0]}"), num_sms=...), with the numbers of the GPU.'
-    if odd:
-        why = f"{_OTHERS[odd[0]]} has fewer multiprocessors than the GPU of that name.\n{why}"
+    do = f'dataclasses.replace(gpu("{base}"), num_sms=...), with the numbers of the GPU.'
+    if smaller:
+        why = f"{_SMALLER[smaller[0]]} has fewer multiprocessors than the GPU of that name.\n{why}"
     elif near:
         do = f'gpu("{near[0]}"), or --gpu {near[0]}'
     return OccupancyError(f"There is no GPU {name!r}.", where=f'gpu("{name}")', why=why, do=do)

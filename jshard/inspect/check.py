@@ -237,7 +237,7 @@ def _linen_call(
 
     where = f"{type(model).__name__}: {getattr(loss_fn, '__name__', 'apply')}"
     state = {name: collection for name, collection in variables.items() if name != "params"}
-    units = (annotation.root, *(record for _, record in annotation.choices))
+    units = (annotation.root, *(chosen.record for chosen in annotation.choices))
     inputs = _Inputs(variables["params"], state, tuple(rest), keywords)
     return _CheckedCall(run, accumulated, inputs, annotation.root, units, where)
 

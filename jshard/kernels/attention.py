@@ -1,43 +1,65 @@
-"""`attention`: cuDNN on NVIDIA GPUs, JAX's splash kernel on TPUs (neither stores scores), and elsewhere plain."""
+"""`attention`: cuDNN on NVIDIA GPUs, JAX's splash kernel on TPUs (neither stores scores), and elsewhere plain.
+
+Shapes, as suffixes: B examples; T, S queries and keys; H, G heads of queries and of keys; K elements of a head.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
 from jshard._text import CONTEXT as SAVED
 from jshard._text import scope
-from jshard.engine.context import note_attention, region_mesh
-from jshard.engine.inner import exchanged
-from jshard.engine.per_example import per_example
-from jshard.kernels.backend import (
-    KernelError,
-    TracedDevice,
-    automatic_axes,
-    check_known,
-    check_shapes,
-    may_be_split,
-    place,
+from jshard.engine.context import note_attention
+from jshard.kernels.attention_kernels import (
+    KernelReasons,
+    cudnn_reasons,
+    is_16_bits,
+    splash_attention,
+    splash_reasons,
 )
+from jshard.kernels.attention_over_context import (
+    context_degree,
+    heads_fault,
+    is_ring,
+    with_all_positions,
+    with_own_positions,
+)
+from jshard.kernels.backend import KernelError, check_known, check_shapes
+from jshard.kernels.device import TracedDevice, device_in_use
 from jshard.kernels.ring import RingSettings, ring_attention
-from jshard.plans.mesh import CONTEXT, TENSOR, degree
+from jshard.plans.mesh import CONTEXT
 
 AttentionBackend = Literal["auto", "cudnn", "splash", "xla"]
 OverContext = Literal["auto", "heads", "ring"]
-_OVER_CONTEXT = ("auto", "heads", "ring")
 _BACKENDS = ("auto", "cudnn", "splash", "xla")
-_AMPERE, _HOPPER = 8, 9  # compute capabilities
-_WIDEST, _WIDEST_BEFORE_HOPPER = 256, 128  # head dims that cuDNN supports
+_TITLES = {"cudnn": "with cuDNN", "splash": "with the TPU kernel"}
+
+Run = Callable[..., jax.Array]
+"""Computes the result from q, k and v."""
+
+
+class _AttentionOptions(NamedTuple):
+    """Arguments of `attention` beside q, k and v; the docstring there explains them."""
+
+    bias: jax.Array | None
+    lengths: jax.Array | None
+    is_causal: bool
+    window: int | None
+    scale: float | None
+    queries_at_once: int | None
+
+    def scale_of(self, q: jax.Array) -> float:
+        """Returns the factor of the scores."""
+        if self.scale is None:
+            return q.shape[-1] ** -0.5
+        return self.scale
 
 
 def attention(
@@ -54,7 +76,7 @@ def attention(
     backend: AttentionBackend = "auto",
     over_context: OverContext = "auto",
 ) -> jax.Array:
-    """Multi-head attention: `softmax(scale * q @ k.T + bias) @ v` for each head.
+    """Computes multi-head attention: `softmax(scale * q @ k.T + bias) @ v` for each head.
 
     In bfloat16 and float16 it runs `jax.nn.dot_product_attention(implementation="cudnn")` on NVIDIA GPUs from Ampere
     on, and JAX's splash attention on TPUs: neither makes a (T, S) array, and a causal mask halves the arithmetic.
@@ -92,278 +114,164 @@ def attention(
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)
     """
-    _check_window(window, q, k, is_causal)
-    over, is_alone = _context_degree(), bias is None and lengths is None and window is None
-    may_go_round = is_alone and backend not in ("cudnn", "splash")
-    goes_round = over > 1 and _goes_round(over_context, over, q, k, is_causal, may_go_round)
-    has_all_positions = over > 1 and not goes_round
-    if has_all_positions:
-        q, k, v = _with_all_positions(q, k, v)
-    form = "xla" if goes_round else _form(backend, q, k, bias, window)
+    options = _AttentionOptions(bias, lengths, is_causal, window, scale, queries_at_once)
+    _check_window(q, k, options)
+    is_split = context_degree() > 1
+    goes_round = is_split and _goes_round(over_context, backend, q, k, options)
+    exchanges_heads = is_split and not goes_round
+    if exchanges_heads:
+        q, k, v = with_all_positions(q, k, v)
     if goes_round:
-        settings = RingSettings(is_causal, _factor(scale, q), queries_at_once or q.shape[1])
-        run: Callable[..., jax.Array] = functools.partial(ring_attention, settings)
+        form = "xla"
+        settings = RingSettings(is_causal, options.scale_of(q), queries_at_once or q.shape[1])
+        run: Run = functools.partial(ring_attention, settings)
     else:
-        how: dict[str, Any] = {
-            "bias": bias,
-            "lengths": lengths,
-            "is_causal": is_causal,
-            "window": window,
-            "scale": scale,
-        }
-        run = _function(form, q, k, queries_at_once, **how)
+        form = _choose_form(backend, q, k, options)
+        run = _run_in(form, q, k, options)
+
     if note_attention():
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
         y = run(q, k, v)
-        y = _moved(y, 2, 1) if has_all_positions else y
-        return checkpoint_name(y, SAVED) if form == "xla" else y
+        if exchanges_heads:
+            y = with_own_positions(y)
+        if form == "xla":
+            # Policies find the results of kernels without it: splash names its own, and cuDNN's operation is known.
+            y = checkpoint_name(y, SAVED)
+        return y
 
 
-def _function(
-    form: str,
-    q: jax.Array,
-    k: jax.Array,
-    queries_at_once: int | None,
-    *,
-    bias: jax.Array | None,
-    lengths: jax.Array | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float | None,
-) -> Callable[..., jax.Array]:
-    """The function of q, k and v for a form."""
-    if form == "splash":
-        return _splash(_factor(scale, q), is_causal=is_causal, lengths=lengths)
-    if form == "xla" and queries_at_once is not None:
-        is_fit = bias is None and lengths is None and is_causal and q.shape[1] == k.shape[1]
-        why = "queries_at_once needs causal attention with as many queries as keys, without bias and lengths."
-        check_shapes("attention", {"q": q, "k": k}, {}, [] if is_fit else [why])
-        return functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once, window=window)
-    by_cudnn = {}
-    if form == "cudnn":
-        by_cudnn, bias = {"implementation": "cudnn"}, None if bias is None else bias.astype(q.dtype)
-    how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
-    if window is not None:
-        how["local_window_size"] = (window - 1, 0)  # before and after a position, without its own
-    return functools.partial(jax.nn.dot_product_attention, **how, **by_cudnn)
+# ---- how it runs
 
 
-def _check_window(window: int | None, q: jax.Array, k: jax.Array, is_causal: bool) -> None:
-    """Raises unless a window, if there is one, has a meaning for these arrays."""
-    if window is None:
-        return
-    is_fit = is_causal and window > 0 and q.shape[1] == k.shape[1]
-    why = f"window={window} must be above 0, and needs causal attention with as many queries as keys."
-    check_shapes("attention", {"q": q, "k": k}, {}, [] if is_fit else [why])
+def _goes_round(over_context: str, backend: str, q: jax.Array, k: jax.Array, options: _AttentionOptions) -> bool:
+    """Returns whether keys and values circulate, for a split sequence; warns if that is a surprise."""
+    has_simple_mask = options.bias is None and options.lengths is None and options.window is None
+    is_plain = has_simple_mask and backend not in ("cudnn", "splash")
+    goes_round = is_ring(over_context, q, k, is_causal=options.is_causal, is_plain=is_plain)
+    if goes_round and over_context == "auto" and is_16_bits(q):
+        without_cudnn = cudnn_reasons(device_in_use(), q, k, None).of_device
+        if not without_cudnn:
+            _compat.warn_user(
+                f"attention runs as a ring over {CONTEXT}={context_degree()} in plain form, without cuDNN:"
+                f" {heads_fault(q, context_degree())}"
+                ' js.kernels.attention(over_context="ring") silences this warning.'
+            )
+    return goes_round
 
 
-def _factor(scale: float | None, q: jax.Array) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
-
-
-# ---- a sequence that is split over the mesh: during attention each device has all positions of some heads
-
-
-def _context_degree() -> int:
-    """The number of devices over which the traced model's sequences are split."""
-    mesh = region_mesh()
-    return 1 if mesh is None else degree(mesh, CONTEXT)
-
-
-def _goes_round(how: str, over: int, q: jax.Array, k: jax.Array, is_causal: bool, is_alone: bool) -> bool:
-    """Whether keys and values circulate (True) or heads are exchanged; raises if neither is possible."""
-    check_known("attention", "over_context", how, _OVER_CONTEXT)
-    parts = 2 * over  # a causal mask pairs chunks
-    heads_not = [f"q has {q.shape[2]} heads, not divisible by {over}."] if q.shape[2] % over else []
-    ring_not = [] if is_alone else ["a ring takes no bias, no lengths and no window, and cannot use cuDNN."]
-    ring_not += [f"{parts} does not divide {n} positions." for n in sorted({q.shape[1], k.shape[1]}) if n % parts]
-    ring_not += ["a causal mask needs as many queries as keys."] if is_causal and q.shape[1] != k.shape[1] else []
-    reasons = {"heads": heads_not, "ring": ring_not}
-    tried = [how] if how != "auto" else ["heads", "ring"]
-    if all(reasons[one] for one in tried):
-        fitting = math.gcd(q.shape[2], over)
-        raise KernelError(
-            "attention cannot be split over the context axis.",
-            where=[f"mesh axis {CONTEXT!r} of degree {over}", f"q: {q.shape}", f"k: {k.shape}"],
-            why="\n".join(f"{one}: {reason}" for one in tried for reason in reasons[one]),
-            do=f"--mesh context={fitting}  # a degree that divides the heads",
-        )
-    if how == "auto" and heads_not and _is_16_bits(q) and not _cudnn_reasons(place(), q, k, None)[0]:
-        _compat.warn_user(
-            f"attention runs as a ring over {CONTEXT}={over} in plain form, without cuDNN: {heads_not[0]}"
-            ' js.kernels.attention(over_context="ring") silences this warning.'
-        )
-    return next(one for one in tried if not reasons[one]) == "ring"
-
-
-def _with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays split along heads instead of positions; too few heads of keys and values are repeated."""
-    over, mesh, num_heads = _context_degree(), region_mesh(), q.shape[2]
-    by_tensor = over * (1 if mesh is None else degree(mesh, TENSOR))
-    times = math.lcm(k.shape[2], by_tensor if num_heads % by_tensor == 0 else over) // k.shape[2]
-    if times > 1:
-        k, v = jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2)
-    return tuple(_moved(x, 1, 2) for x in (q, k, v))
-
-
-def _moved(x: jax.Array, old: int, new: int) -> jax.Array:
-    """An array (B, T, H, K) split along another dim; if `tensor` splits heads, meanwhile split along K."""
-    mesh = region_mesh()
-    assert mesh is not None, "checked by the caller"
-    tensor = degree(mesh, TENSOR)
-    if tensor == 1 or x.shape[2] % (tensor * _context_degree()) or x.shape[3] % tensor:
-        return exchanged(x, CONTEXT, old, new)
-    held = lambda x, *dims: lax.with_sharding_constraint(x, NamedSharding(mesh, P(*dims)))
-    x = exchanged(held(x, None, None, None, TENSOR), CONTEXT, old, new, 3)
-    return held(x, None, None, TENSOR, None)
-
-
-def _in_parts(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int, window: int | None
-) -> jax.Array:
-    """Causal attention in plain form, some queries at a time: each part sees the keys up to its end."""
-    T, parts = q.shape[1], []
-    for start in range(0, T, queries_at_once):
-        end = min(start + queries_at_once, T)
-        first = 0 if window is None else max(0, start - window + 1)  # no query of the part sees earlier keys
-        parts.append(_look_back(scale, window, q[:, start:end], k[:, first:end], v[:, first:end]))
-    return jnp.concatenate(parts, axis=1)
-
-
-@functools.partial(jax.checkpoint, static_argnums=(0, 1))
-def _look_back(
-    scale: float | None, window: int | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array
-) -> jax.Array:
-    """Attention of the last N of S positions to those up to their own; backward recomputes the scores."""
-    N, S = q_BNHK.shape[1], k_BSGK.shape[1]
-    mask_NS = jnp.tril(jnp.ones((N, S), bool), S - N)
-    if window is not None:
-        mask_NS &= jnp.triu(jnp.ones((N, S), bool), S - N - window + 1)
-    return jax.nn.dot_product_attention(q_BNHK, k_BSGK, v_BSGK, mask=mask_NS[None, None], scale=scale)
-
-
-# ---- on a TPU
-
-_TPU_BLOCKS = 512, 256, 128  # positions of a block, as in MaxText; the largest that divides the lengths
-
-
-def _splash(factor: float, *, is_causal: bool, lengths: jax.Array | None) -> Callable[..., jax.Array]:
-    """JAX's splash attention on the examples of a shard, and on a part of the heads with a `tensor` axis."""
-
-    def examples(q_BHTK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, *real_B: jax.Array) -> jax.Array:
-        from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds  # slow to import
-
-        (H, T), S = q_BHTK.shape[1:3], k_BGSK.shape[2]
-        kernel = _splash_kernel(T, S, H, is_causal=is_causal)
-
-        def example(q: jax.Array, k: jax.Array, v: jax.Array, *real: jax.Array) -> jax.Array:
-            segments = [SegmentIds(jnp.ones(T, jnp.int32), (jnp.arange(S) < n).astype(jnp.int32)) for n in real]
-            return kernel(q, k, v, *segments)
-
-        return jax.vmap(example)(q_BHTK, k_BGSK, v_BGSK, *real_B)
-
-    run: Callable[..., jax.Array] = per_example(examples)
-    mesh, axes, lengths_B = region_mesh(), tuple(automatic_axes()), () if lengths is None else (lengths,)
-    if mesh is not None and axes:
-        spec = P(None, axes)
-        ins = (spec,) * 3 + (P(),) * len(lengths_B)
-        run = jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=spec, axis_names=set(axes), check_vma=False)
-
-    def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
-        q_BTHK = (q_BTHK * jnp.asarray(factor, jnp.float32)).astype(q_BTHK.dtype)
-        return run(*(x.swapaxes(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK)), *lengths_B).swapaxes(1, 2)
-
-    return attend
-
-
-def _splash_kernel(T: int, S: int, H: int, *, is_causal: bool) -> Callable[..., jax.Array]:
-    """The kernel for one example; its result and its sums are named "context" for `jax.checkpoint` policies."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
-
-    one = splash_attention_mask.CausalMask((T, S), S - T) if is_causal else splash_attention_mask.FullMask((T, S))
-    t, s = _tpu_block(T), _tpu_block(S)
-    assert t and s, "checked by the caller"
-    kernel: Any = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([one] * H),
-        block_sizes=splash_attention_kernel.BlockSizes(
-            block_q=t, block_kv=s, block_q_dkv=t, block_kv_dkv=s, block_q_dq=t, block_kv_dq=s
-        ),
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=SAVED,
-    )
-    return kernel
-
-
-def _tpu_block(length: int) -> int | None:
-    return next((block for block in _TPU_BLOCKS if length % block == 0), None)
-
-
-# ---- which form
-
-
-def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None, window: int | None) -> str:
-    """The form to run: the kernel of the device, or the plain form."""
+def _choose_form(backend: str, q: jax.Array, k: jax.Array, options: _AttentionOptions) -> str:
+    """Returns the form to run: the kernel of the device, or "xla", the plain form."""
     check_known("attention", "backend", backend, _BACKENDS)
     if backend == "xla":
         return "xla"
-    here = place()
-    kernel = backend if backend != "auto" else "splash" if here.platform == "tpu" else "cudnn"
-    title = {"cudnn": "with cuDNN", "splash": "with the TPU kernel"}[kernel]
-    reasons = _cudnn_reasons if kernel == "cudnn" else _splash_reasons
-    here_not, these_not = reasons(here, q, k, bias)
-    if kernel == "splash" and window is not None:
-        these_not.append("it takes no window")
-    if backend != "auto" and (here_not or these_not):
-        raise KernelError(
-            f"attention cannot run {title} here.",
-            where=[f"backend={backend!r}", f"device: {here.kind}", f"q: {q.dtype}{list(q.shape)}"],
-            why="\n".join(f"{reason}." for reason in (*here_not, *these_not)),
-            do='backend="auto"  # runs in plain form where the kernel cannot run',
-        )
-    if these_not and not here_not and _is_16_bits(q):  # the kernel is not expected in 32 bits
+    device = device_in_use()
+    kernel = backend
+    if backend == "auto":
+        kernel = "splash" if device.platform == "tpu" else "cudnn"
+    if kernel == "cudnn":
+        reasons = cudnn_reasons(device, q, k, options.bias)
+    else:
+        reasons = splash_reasons(device, q, k, options.bias, options.window)
+
+    if not reasons.of_device and not reasons.of_arrays:
+        return kernel
+    if backend != "auto":
+        raise _cannot_run(kernel, device, q, reasons)
+    if not reasons.of_device and is_16_bits(q):  # the kernel is not expected in 32 bits
         _compat.warn_user(
             f"attention runs in plain form, which makes arrays of {q.shape[1]} x {k.shape[1]} scores for each head:"
-            f' {"; ".join(these_not)}. js.kernels.attention(backend="xla") silences this warning.'
+            f' {"; ".join(reasons.of_arrays)}. js.kernels.attention(backend="xla") silences this warning.'
         )
-    return "xla" if here_not or these_not else kernel
+    return "xla"
 
 
-Reasons = tuple[list[str], list[str]]
-"""Why a kernel cannot run: on this device, and with these arrays."""
+def _cannot_run(kernel: str, device: TracedDevice, q: jax.Array, reasons: KernelReasons) -> KernelError:
+    return KernelError(
+        f"attention cannot run {_TITLES[kernel]} here.",
+        where=[f"backend={kernel!r}", f"device: {device.kind}", f"q: {q.dtype}{list(q.shape)}"],
+        why="\n".join(f"{reason}." for reason in (*reasons.of_device, *reasons.of_arrays)),
+        do='backend="auto"  # runs in plain form where the kernel cannot run',
+    )
 
 
-def _cudnn_reasons(here: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Reasons:
-    """The reasons of cuDNN 9.10, following the limits in `jax.nn.dot_product_attention`."""
-    is_there = here.platform == "gpu" and here.capability >= _AMPERE
-    here_not = [] if is_there else [f"cuDNN attention needs an NVIDIA GPU from Ampere on, not {here.kind}"]
-    width, widest = q.shape[-1], _WIDEST if here.capability >= _HOPPER else _WIDEST_BEFORE_HOPPER
-    found = [] if _is_16_bits(q) else [f"it needs bfloat16 or float16, and q is {q.dtype}"]
-    if width > widest or width % 8:
-        found.append(f"the head dim must be a multiple of 8, at most {widest}, and is {width}")
-    if bias is not None and (q.shape[1] % 2 or k.shape[1] % 2):
-        found.append(f"with a bias the lengths must be even, and are {q.shape[1]} and {k.shape[1]}")
-    return here_not, found
+def _run_in(form: str, q: jax.Array, k: jax.Array, options: _AttentionOptions) -> Run:
+    """Returns the function of q, k and v for a form."""
+    if form == "splash":
+        return splash_attention(options.scale_of(q), is_causal=options.is_causal, lengths=options.lengths)
+    if form == "xla" and options.queries_at_once is not None:
+        _check_queries_at_once(q, k, options)
+        return functools.partial(
+            _in_parts, scale=options.scale, queries_at_once=options.queries_at_once, window=options.window
+        )
+    arguments: dict[str, Any] = {
+        "bias": options.bias,
+        "key_value_seq_lengths": options.lengths,
+        "is_causal": options.is_causal,
+        "scale": options.scale,
+    }
+    if options.window is not None:
+        arguments["local_window_size"] = (options.window - 1, 0)  # before and after a position, without its own
+    if form == "cudnn":
+        arguments["implementation"] = "cudnn"
+        if options.bias is not None:
+            arguments["bias"] = options.bias.astype(q.dtype)  # cuDNN takes all arrays in one dtype
+    return functools.partial(jax.nn.dot_product_attention, **arguments)
 
 
-def _splash_reasons(here: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Reasons:
-    """The reasons of the TPU kernel."""
-    here_not = [] if here.platform == "tpu" else [f"it needs a TPU, not {here.kind}"]
-    found = [] if _is_16_bits(q) else [f"it needs bfloat16 or float16, and q is {q.dtype}"]
-    if may_be_split() or (region_mesh() is None and automatic_axes()):
-        found.append("it needs whole arrays; outside a sharded model they may be split over the devices")
-    if bias is not None:
-        found.append("it takes no bias")
-    if not (_tpu_block(q.shape[1]) and _tpu_block(k.shape[1])):
-        found.append(f"the lengths must be multiples of 128, and are {q.shape[1]} and {k.shape[1]}")
-    if q.shape[-1] % 64:
-        found.append(f"the head dim must be a multiple of 64, and is {q.shape[-1]}")
-    heads, parts = k.shape[2], math.prod(automatic_axes().values())
-    if heads % parts:
-        found.append(f"{heads} heads of keys and values cannot be split over {parts} devices")
-    return here_not, found
+def _check_window(q: jax.Array, k: jax.Array, options: _AttentionOptions) -> None:
+    """Raises for a window that has no meaning for these arrays."""
+    window = options.window
+    if window is None:
+        return
+    if options.is_causal and window > 0 and q.shape[1] == k.shape[1]:
+        return
+    why = f"window={window} must be above 0, and needs causal attention with as many queries as keys."
+    check_shapes("attention", {"q": q, "k": k}, {}, [why])
 
 
-def _is_16_bits(x: jax.Array) -> bool:
-    return x.dtype.name in ("bfloat16", "float16")
+def _check_queries_at_once(q: jax.Array, k: jax.Array, options: _AttentionOptions) -> None:
+    """Raises for attention that is not computed in parts."""
+    has_only_keys_before = options.is_causal and q.shape[1] == k.shape[1]
+    if has_only_keys_before and options.bias is None and options.lengths is None:
+        return
+    why = "queries_at_once needs causal attention with as many queries as keys, without bias and lengths."
+    check_shapes("attention", {"q": q, "k": k}, {}, [why])
+
+
+# ---- the plain form, some queries at a time
+
+
+def _in_parts(
+    q_BTHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    *,
+    scale: float | None,
+    queries_at_once: int,
+    window: int | None,
+) -> jax.Array:
+    """Computes causal attention of some queries at a time: each part attends to the keys up to its end."""
+    num_queries = q_BTHK.shape[1]
+    ys: list[jax.Array] = []
+    for start in range(0, num_queries, queries_at_once):
+        end = min(start + queries_at_once, num_queries)
+        first = 0
+        if window is not None:
+            first = max(0, start - window + 1)  # no query of the part sees earlier keys
+        ys.append(_attend_back(scale, window, q_BTHK[:, start:end], k_BSGK[:, first:end], v_BSGK[:, first:end]))
+    return jnp.concatenate(ys, axis=1)
+
+
+# So that the scores of only one part exist at a time in backward, too.
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def _attend_back(
+    scale: float | None, window: int | None, q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array
+) -> jax.Array:
+    """Computes attention of the last T of S positions to those up to their own; backward recomputes the scores."""
+    T = q_BTHK.shape[1]
+    S = k_BSGK.shape[1]
+    mask_TS = jnp.tril(jnp.ones((T, S), bool), S - T)
+    if window is not None:
+        mask_TS &= jnp.triu(jnp.ones((T, S), bool), S - T - window + 1)
+    return jax.nn.dot_product_attention(q_BTHK, k_BSGK, v_BSGK, mask=mask_TS[None, None], scale=scale)

@@ -1,27 +1,24 @@
-"""Shared by all kernels: where one runs and in which form, how much of a GPU it may use, and its call."""
+"""Shared by all kernels: how much of a GPU one may use, in which form it runs, and the checks of its arguments."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard._text import scope
 from jshard.engine.context import region_mesh
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
-from jshard.plans.mesh import manual_axes
+from jshard.kernels.device import TracedDevice, automatic_axes, device_in_use, may_be_split
 
 WARPGROUP_ROWS = 64  # rows of the smallest product that a warpgroup's tensor cores take
 LEAST_TILE = 64
@@ -29,6 +26,9 @@ LEAST_TILE = 64
 
 class KernelError(ShardingError):
     """A kernel cannot run on these arrays, with these knobs, or on this device."""
+
+
+# ---- how much of the GPU a kernel occupies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,26 +69,34 @@ class Occupancy:
     latency_ns: int | None = None
 
     def __post_init__(self) -> None:
-        units = {"tile_m": self._row_unit, "tile_n": LEAST_TILE, "tile_k": LEAST_TILE}
-        least = {"stages": 2, "reserved_sms": 0, "smem_pad_bytes": 0}
-        least |= {} if self.latency_ns is None else {"latency_ns": 1}
-        of = lambda name: getattr(self, name)
-        wrong = [(name, f"{name}: a multiple of {n}.") for name, n in units.items() if of(name) <= 0 or of(name) % n]
-        wrong += [(name, f"{name}: {n} or more.") for name, n in least.items() if of(name) < n]
-        if self.reserved_sms and not self.persistent:
-            why = "reserved_sms needs a persistent kernel: the GPU decides where the blocks of any other run."
-            wrong.append(("reserved_sms", why))
-        if wrong:
-            names, why = zip(*wrong, strict=True)
+        faults = list(self._faults())
+        if faults:
             raise KernelError(
                 "The knobs of a kernel are not valid.",
-                where=[f"Occupancy({name}={getattr(self, name)!r})" for name in names],
-                why="\n".join(why),
+                where=[f"Occupancy({fault.knob}={getattr(self, fault.knob)!r})" for fault in faults],
+                why="\n".join(fault.why for fault in faults),
                 do="Occupancy(tile_m=256, tile_n=128, tile_k=64, stages=4, reserved_sms=16)",
             )
 
+    def _faults(self) -> Iterator[_KnobFault]:
+        units = {"tile_m": self._row_unit, "tile_n": LEAST_TILE, "tile_k": LEAST_TILE}
+        for knob, unit in units.items():
+            size = getattr(self, knob)
+            if size <= 0 or size % unit:
+                yield _KnobFault(knob, f"{knob}: a multiple of {unit}.")
+        least = {"stages": 2, "reserved_sms": 0, "smem_pad_bytes": 0}
+        if self.latency_ns is not None:
+            least["latency_ns"] = 1
+        for knob, least_value in least.items():
+            if getattr(self, knob) < least_value:
+                yield _KnobFault(knob, f"{knob}: {least_value} or more.")
+        if self.reserved_sms and not self.persistent:
+            why = "reserved_sms needs a persistent kernel: the GPU decides where the blocks of any other run."
+            yield _KnobFault("reserved_sms", why)
+
     @property
     def _row_unit(self) -> int:
+        # Two warpgroups of a persistent kernel compute half of a tile's rows each.
         return 2 * WARPGROUP_ROWS if self.persistent else WARPGROUP_ROWS
 
     @property
@@ -97,42 +105,83 @@ class Occupancy:
         return -(-self.smem_pad_bytes // 1024) * 1024
 
 
+class _KnobFault(NamedTuple):
+    """A knob that is out of range, and why."""
+
+    knob: str
+    why: str
+
+
 def with_half_the_rows(knobs: Occupancy) -> Occupancy:
-    """The same knobs with half the rows per tile, where that is possible."""
+    """Returns the same knobs with half the rows per tile, where that is possible."""
     half = knobs.tile_m // 2
-    return knobs if half % knobs._row_unit else dataclasses.replace(knobs, tile_m=half)
+    if half % knobs._row_unit:
+        return knobs
+    return dataclasses.replace(knobs, tile_m=half)
 
 
 def fitted(knobs: Occupancy, m: int, n: int, k: int) -> Occupancy:
-    """Knobs whose tiles are no larger than the arrays; each dim is then padded to whole tiles."""
+    """Returns knobs whose tiles are no larger than the arrays; each dim is then padded to whole tiles."""
     tile_k = _tile(k, knobs.tile_k, LEAST_TILE)
+    num_steps = -(-k // tile_k)
     return dataclasses.replace(
         knobs,
         tile_m=_tile(m, knobs.tile_m, knobs._row_unit),
         tile_n=_tile(n, knobs.tile_n, LEAST_TILE),
         tile_k=tile_k,
-        stages=max(2, min(knobs.stages, -(-k // tile_k))),
+        stages=max(2, min(knobs.stages, num_steps)),
     )
 
 
 def _tile(size: int, most: int, least: int) -> int:
-    """The tile, from repeated halving, that pads a dim least; the largest in a tie."""
+    """Returns the tile, from repeated halving, that pads a dim least; the largest in a tie."""
     tiles = [most]
     while tiles[-1] % 2 == 0 and (tiles[-1] // 2) % least == 0:
         tiles.append(tiles[-1] // 2)
-    return min(tiles, key=lambda tile: (-(-size // tile) * tile, -tile))
+
+    def padded_size(tile: int) -> int:
+        return -(-size // tile) * tile
+
+    return min(tiles, key=lambda tile: (padded_size(tile), -tile))
 
 
-# Arrays of any rank as matrices for kernels.
+# ---- how long a kernel takes, for XLA's scheduler
+
+_REACHED = 0.6  # of the peak, for both flops and bandwidth: an assumption, not measured
+_LAUNCH_NS = 2000
+
+
+def product_ns(m: int, n: int, k: int, *, kind: str, products: int = 1) -> int:
+    """Estimates the duration of matrix products of (m, k) and (k, n) in 16 bits on a kind of device."""
+    flops = products * 2 * m * n * k
+    return _LAUNCH_NS + int(1e9 * flops / (_REACHED * _facts(kind).flops_per_s["bf16"]))
+
+
+def traffic_ns(num_bytes: int, *, kind: str) -> int:
+    """Estimates the duration of a kernel that reads and writes `num_bytes` of device memory and computes little."""
+    return _LAUNCH_NS + int(1e9 * num_bytes / (_REACHED * _facts(kind).hbm_bytes_per_s))
+
+
+def stated(latency_ns: int) -> AbstractContextManager[object]:
+    """Returns a context in which every traced operation carries this latency."""
+    return set_xla_metadata(latency_metadata=str(max(1, latency_ns)))
+
+
+def _facts(kind: str) -> DeviceFacts:
+    """Returns the facts of the device with this driver name; of an H100 if the table does not list it."""
+    return device_of(kind) or DEVICES["h100"]
+
+
+# ---- arrays of any rank as matrices for kernels
 
 
 def as_matrix(x: jax.Array) -> jax.Array:
-    """All dims but the last as one."""
+    """Returns an array with all dims but the last as one."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def as_row(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """A vector in the rank and dtype of the array that it is combined with, row by row."""
+    """Returns a vector in the rank and dtype of the array that it is combined with, row by row."""
     return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)
 
 
@@ -146,151 +195,25 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def varying_over(*arrays: jax.Array) -> frozenset[str]:
-    """Axes over which at least one of the arrays varies."""
+    """Returns the axes over which at least one of the arrays varies."""
     return frozenset[str]().union(*map(_compat.varying_axes, arrays))
 
 
 def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Marks an array as varying over some axes."""
     missing = tuple(sorted(axes - _compat.varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    return lax.pcast(x, missing, to="varying")
 
 
-# The duration of a kernel, as passed to XLA's scheduler.
-
-_REACHED = 0.6  # of the peak, for both flops and bandwidth: an assumption, not measured
-_LAUNCH_NS = 2000
-
-
-def product_ns(m: int, n: int, k: int, *, kind: str, products: int = 1) -> int:
-    """The estimated duration of matrix products of (m, k) and (k, n) in 16 bits on a kind of device."""
-    return _LAUNCH_NS + int(1e9 * products * 2 * m * n * k / (_REACHED * _facts(kind).flops_per_s["bf16"]))
-
-
-def traffic_ns(num_bytes: int, *, kind: str) -> int:
-    """The estimated duration of a kernel that reads and writes `num_bytes` of device memory and computes little."""
-    return _LAUNCH_NS + int(1e9 * num_bytes / (_REACHED * _facts(kind).hbm_bytes_per_s))
-
-
-def stated(latency_ns: int) -> Any:
-    """A context in which every traced operation carries this latency."""
-    return set_xla_metadata(latency_metadata=str(max(1, latency_ns)))
-
-
-def _facts(kind: str) -> DeviceFacts:
-    """Facts of the device with this driver name; of an H100 if the table does not list it."""
-    return device_of(kind) or DEVICES["h100"]
-
+# ---- which form runs, on what device, and under what name
 
 Backend = Literal["auto", "mosaic", "interpret", "xla"]
 BACKENDS = ("auto", "mosaic", "interpret", "xla")
 """Forms of a kernel: Mosaic GPU, the same step by step on a CPU, and its plain twin; "auto" is the first usable one."""
 
 _HOPPER = 9  # compute capability
-_HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # if the device does not report them
-
-
-@dataclasses.dataclass(frozen=True)
-class TracedDevice:
-    """A device to trace for."""
-
-    platform: str  # "gpu", "tpu" or "cpu"
-    kind: str  # the driver's name for it
-    sms: int = _HOPPER_SMS  # its multiprocessors
-    smem_limit_bytes: int = _HOPPER_SMEM_BYTES  # the most shared memory of a block
-    capability: int = 0  # major compute capability of an NVIDIA GPU; 0 for others, or if not known
-
-
-_planned: contextvars.ContextVar[TracedDevice | None] = contextvars.ContextVar("planned", default=None)
-
-
-@contextlib.contextmanager
-def planned_for(here: TracedDevice) -> Iterator[None]:
-    """A context in which code without devices of its own is traced for this one, as for an absent cluster."""
-    token = _planned.set(here)
-    try:
-        yield
-    finally:
-        _planned.reset(token)
-
-
-def place() -> TracedDevice:
-    """The device of the mesh that is in use, or of this process.
-
-    A mesh made from a description, as for a compile without hardware, has no devices, but it has their kind and their
-    number of multiprocessors.
-    """
-    mesh = region_mesh()
-    device: Any = _compat.abstract_device() if mesh is None else mesh.abstract_mesh.abstract_device
-    if device is None and isinstance(mesh, Mesh):
-        device = mesh.devices.flat[0]
-    if device is None and (planned := _planned.get()) is not None:
-        return planned
-    if device is None and mesh is not None and not _compat.has_devices():
-        return TracedDevice(platform="cpu", kind="an unknown device")  # a dry run has none
-    if device is None:
-        default = getattr(jax.config, "jax_default_device", None)
-        device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    return TracedDevice(
-        platform=platform,
-        kind=device.device_kind,
-        sms=getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _HOPPER_SMS,
-        smem_limit_bytes=getattr(device, "shared_memory_per_block_optin", None) or _HOPPER_SMEM_BYTES,
-        capability=_capability(device) if platform == "gpu" else 0,
-    )
-
-
-def _device_reasons(here: TracedDevice, backend: str) -> list[str]:
-    axes = automatic_axes()
-    if backend == "interpret":
-        whole = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
-        several = axes or whole
-        return ["the kernel interpreter runs on one device, and the mesh in use has several"] if several else []
-    found = (
-        []
-        if here.capability == _HOPPER
-        else [f"the kernel is written for the tensor cores of Hopper GPUs, not for {here.kind}"]
-    )
-    if axes:
-        named = ", ".join(f"{axis}={degree}" for axis, degree in axes.items())
-        found.append(f"arrays may be split over {named}, and a kernel needs whole arrays: XLA would gather them")
-    return found
-
-
-def automatic_axes() -> dict[str, int]:
-    """Axes over which the compiler splits arrays where the kernel will run, with their degrees above 1."""
-    mesh = region_mesh()
-    if mesh is None:
-        return _compat.automatic_axes()
-    return {axis: n for axis, n in mesh.shape.items() if axis not in manual_axes(mesh) and n > 1}
-
-
-def may_be_split() -> bool:
-    """Whether arrays are not known to be whole: no mesh is in use, and there are several devices."""
-    several = jax.device_count() > 1 or _planned.get() is not None
-    return region_mesh() is None and _compat.abstract_device() is None and several
-
-
-def _array_reasons(arrays: Collection[Any]) -> list[str]:
-    if any(0 in x.shape for x in arrays):
-        return ["one of the arrays is empty"]
-    dtypes = {np.dtype(x.dtype).name for x in arrays}
-    if len(dtypes) == 1 and dtypes <= {"bfloat16", "float16"}:
-        return []
-    return [f"all arrays must be bfloat16, or all float16, and these are {', '.join(sorted(dtypes))}"]
-
-
-def _capability(device: Any) -> int:
-    """The major compute capability; for an absent device, from its row in the table."""
-    found = str(getattr(device, "compute_capability", "") or "").partition(".")[0]
-    if found.isdecimal():
-        return int(found)
-    facts = device_of(device.device_kind)
-    return facts.target.major if facts is not None and facts.target is not None else 0
-
-
-# Common to every kernel's call: which form runs, on what device, and under what name.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +223,7 @@ class KernelRun:
     name: str  # of the kernel
     form: str  # "mosaic", "interpret" or "xla"
     knobs: Occupancy  # how much of the device it may occupy
-    here: TracedDevice  # the device
+    device: TracedDevice
 
     @property
     def is_plain(self) -> bool:
@@ -312,8 +235,8 @@ class KernelRun:
         """Whether the kernel runs step by step on a CPU."""
         return self.form == "interpret"
 
-    def named(self) -> Any:
-        """A context whose operations carry the kernel's name and form, which the audit reads from the program."""
+    def named(self) -> AbstractContextManager[object]:
+        """Returns a context whose operations carry the kernel's name and form, which the audit reads from a program."""
         return jax.named_scope(scope(self.name, self.form))
 
 
@@ -321,28 +244,77 @@ def decide(
     name: str,
     backend: Backend,
     occupancy: Occupancy | None,
-    arrays: Collection[Any],
+    arrays: Collection[jax.Array],
     *,
     default: Occupancy = Occupancy(),  # frozen
     reasons: Collection[str] = (),
 ) -> KernelRun:
-    """Decides how a kernel runs; `reasons` are the kernel's own reasons against these arrays."""
+    """Decides how a kernel runs.
+
+    Args:
+        name: of the kernel.
+        backend: the form that is requested.
+        occupancy: the knobs that are requested; None for the default.
+        arrays: all arrays of the call.
+        default: the kernel's own knobs.
+        reasons: the kernel's own reasons against these arrays.
+
+    Raises:
+        KernelError: it cannot run in the requested form.
+    """
     check_known(name, "backend", backend, BACKENDS)
-    here = place()
-    run = functools.partial(KernelRun, name, knobs=occupancy or default, here=here)
-    if backend == "xla":
-        return run(form="xla")
-    reasons = [*_device_reasons(here, backend), *_array_reasons(arrays), *reasons]
+    device = device_in_use()
+    form = "xla"
+    if backend != "xla":
+        all_reasons = [*_device_reasons(device, backend), *_array_reasons(arrays), *reasons]
+        form = _form(name, backend, device, all_reasons)
+    return KernelRun(name, form, occupancy or default, device)
+
+
+def _form(name: str, backend: Backend, device: TracedDevice, reasons: Sequence[str]) -> str:
+    """Returns the form for a request other than "xla"; raises if one is requested that cannot run."""
     if backend == "auto" and (reasons or may_be_split()):
-        return run(form="xla")
+        return "xla"
     if not reasons:
-        return run(form="interpret" if backend == "interpret" else "mosaic")
+        return "interpret" if backend == "interpret" else "mosaic"
+    title = "step by step" if backend == "interpret" else "on Mosaic GPU"
     raise KernelError(
-        f"{name} cannot run {'step by step' if backend == 'interpret' else 'on Mosaic GPU'} here.",
-        where=[f"backend={backend!r}", f"device: {here.kind}"],
+        f"{name} cannot run {title} here.",
+        where=[f"backend={backend!r}", f"device: {device.kind}"],
         why="\n".join(f"{reason}." for reason in reasons),
         do='backend="auto"  # runs in plain form where the kernel cannot run',
     )
+
+
+def _device_reasons(device: TracedDevice, backend: Backend) -> list[str]:
+    """Returns why a kernel cannot run on a device, and over the mesh in use."""
+    axes = automatic_axes()
+    if backend == "interpret":
+        # `automatic_axes` leaves out those of a `shard_map`, over which there are several devices, too.
+        has_several_devices = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
+        if axes or has_several_devices:
+            return ["the kernel interpreter runs on one device, and the mesh in use has several"]
+        return []
+    reasons = []
+    if device.capability != _HOPPER:
+        reasons.append(f"the kernel is written for the tensor cores of Hopper GPUs, not for {device.kind}")
+    if axes:
+        named = ", ".join(f"{axis}={degree}" for axis, degree in axes.items())
+        reasons.append(f"arrays may be split over {named}, and a kernel needs whole arrays: XLA would gather them")
+    return reasons
+
+
+def _array_reasons(arrays: Collection[jax.Array]) -> list[str]:
+    """Returns why a kernel cannot take arrays."""
+    if any(0 in x.shape for x in arrays):
+        return ["one of the arrays is empty"]
+    dtypes = {np.dtype(x.dtype).name for x in arrays}
+    if dtypes in ({"bfloat16"}, {"float16"}):
+        return []
+    return [f"all arrays must be bfloat16, or all float16, and these are {', '.join(sorted(dtypes))}"]
+
+
+# ---- checks of arguments
 
 
 def check_known(name: str, argument: str, value: str, known: Collection[str]) -> None:
@@ -357,28 +329,38 @@ def check_known(name: str, argument: str, value: str, known: Collection[str]) ->
 
 
 def check_shapes(
-    name: str, arrays: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], wrong: Sequence[str] = ()
+    name: str,
+    arrays: Mapping[str, jax.Array],
+    required: Mapping[str, tuple[int, ...]],
+    other_faults: Sequence[str] = (),
 ) -> None:
-    """Raises for arrays with incompatible shapes, listing all of them; `wrong` are other faults."""
-    wrong = [
-        *wrong,
-        *(f"{arg} must be {wanted[arg]}." for arg, x in arrays.items() if x.shape != wanted.get(arg, x.shape)),
-    ]
-    if wrong:
+    """Raises for arrays with incompatible shapes, listing all of them after other faults.
+
+    Args:
+        name: of the kernel.
+        arrays: its arrays, by argument.
+        required: the shapes that they must have; an argument without one may have any.
+        other_faults: sentences.
+    """
+    faults = list(other_faults)
+    for argument, x in arrays.items():
+        if argument in required and x.shape != required[argument]:
+            faults.append(f"{argument} must be {required[argument]}.")
+    if faults:
         raise KernelError(
             f"{name} cannot take these arrays.",
             where=[f"{argument}: {array.shape}" for argument, array in arrays.items()],
-            why="\n".join(wrong),
+            why="\n".join(faults),
             do=f"help(js.kernels.{name})  # lists the shapes",
         )
 
 
-def refuse_knobs(name: str, knobs: Occupancy, here: TracedDevice, wrong: Sequence[str]) -> None:
+def refuse_knobs(name: str, knobs: Occupancy, device: TracedDevice, faults: Sequence[str]) -> None:
     """Raises for knobs that need more than the GPU has."""
-    if wrong:
+    if faults:
         raise KernelError(
             f"The GPU cannot run {name} with these knobs.",
-            where=f"{here.kind}: {knobs}",
-            why="\n".join(wrong),
+            where=f"{device.kind}: {knobs}",
+            why="\n".join(faults),
             do="Occupancy()  # or smaller tiles, fewer stages, less padding, fewer reserved_sms",
         )

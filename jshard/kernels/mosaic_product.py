@@ -1,4 +1,14 @@
-"""Matrix products on Pallas Mosaic GPU, for Hopper, with an epilogue on each tile before it is stored."""
+"""Matrix products on Pallas Mosaic GPU, for Hopper, with an epilogue on each tile before it is stored.
+
+A product has two forms, of which the knobs choose one:
+
+    persistent   one block on each multiprocessor in use walks over the tiles. One of its warpgroups loads, and two
+                 multiply, each half of a tile's rows.
+    tiled        one block of one warpgroup for each tile; several blocks share a multiprocessor.
+
+In both, tiles of the operands pass through shared memory in a pipeline along k, sums stay in registers, and the results
+of the epilogue leave through shared memory.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from jshard import _compat
 from jshard._text import PRODUCT
@@ -22,7 +33,6 @@ from jshard.kernels.backend import (
     WARPGROUP_ROWS,
     KernelRun,
     Occupancy,
-    TracedDevice,
     fitted,
     product_ns,
     refuse_knobs,
@@ -30,8 +40,17 @@ from jshard.kernels.backend import (
     vary,
     varying_over,
 )
+from jshard.kernels.device import TracedDevice
 
 Epilogue = Callable[..., tuple[jax.Array, ...]]
+"""Takes a float32 tile of each product, then a row of each vector broadcast to the tile's rows; returns a tile of each
+output."""
+
+Ref = Any
+"""An array in device memory, in shared memory or in registers, as Pallas passes it to a kernel's body."""
+
+Slice = slice | pl.Slice
+
 _MOST_SUMS = 128 * 128  # float32 of a warpgroup's tile: half of its registers
 _MOST_BARRIERS_BYTES = 1024  # of the pipeline
 WARPGROUPS = 3  # two that multiply, each half of a tile's rows, and one that loads
@@ -47,89 +66,116 @@ class Product:
     a_transposed: bool  # whether A is stored as (k, m)
     b_transposed: bool  # whether each B is stored as (n, k)
     num_b: int  # how many products share A
-    # Takes a float32 tile of each product, then a row of each vector broadcast to the tile's rows; returns a tile of
-    # each output.
     epilogue: Epilogue
     num_out: int = 1  # how many outputs there are, of the operands' dtype
 
-    def sizes(self, a: Any, b: Any) -> tuple[int, int, int]:
-        """m, n and k of two operands as they are stored."""
+    def sizes(self, a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
+        """Returns m, n and k of two operands as they are stored."""
         m, k = a.shape[::-1] if self.a_transposed else a.shape
-        return m, b.shape[0] if self.b_transposed else b.shape[1], k
+        n = b.shape[0] if self.b_transposed else b.shape[1]
+        return m, n, k
 
 
-def padded(x: jax.Array, multiples: Sequence[int]) -> jax.Array:
-    """An array with zeros at the end of its dims, up to multiples."""
-    short = [-size % unit for size, unit in zip(x.shape, multiples, strict=True)]
-    return jnp.pad(x, [(0, each) for each in short]) if any(short) else x
+class ProductInputs(NamedTuple):
+    """What a product takes."""
+
+    a: jax.Array
+    bs: Sequence[jax.Array]
+    vectors: Sequence[jax.Array]
 
 
-def smem_bytes(product: Product, knobs: Occupancy, dtype: Any) -> int:
-    """Shared memory that a block requests besides its barriers."""
-    tile = knobs.tile_m * knobs.tile_k + product.num_b * knobs.tile_k * knobs.tile_n
-    staged = knobs.stages * tile * np.dtype(dtype).itemsize
-    return staged + math.prod(out_shape(knobs)) * np.dtype(dtype).itemsize + knobs.padded_bytes
+# ---- memory and registers of a block
+
+
+def smem_bytes(product: Product, knobs: Occupancy, dtype: DTypeLike) -> int:
+    """Returns the shared memory that a block requests besides its barriers."""
+    itemsize = np.dtype(dtype).itemsize
+    tile_elements = knobs.tile_m * knobs.tile_k + product.num_b * knobs.tile_k * knobs.tile_n
+    operand_bytes = knobs.stages * tile_elements * itemsize
+    out_bytes = math.prod(out_shape(knobs)) * itemsize
+    return operand_bytes + out_bytes + knobs.padded_bytes
 
 
 def out_shape(knobs: Occupancy) -> tuple[int, ...]:
-    """Shape of the shared memory through which outputs leave a block, one after another."""
+    """Returns the shape of the shared memory through which outputs leave a block, one after another."""
     if not knobs.persistent:
         return knobs.tile_m, knobs.tile_n
-    piece_m, piece_n, slots = pieces(knobs)
-    return 2, slots, piece_m, piece_n  # for each of the warpgroups that compute
+    pieces = TilePieces.of(knobs)
+    return 2, pieces.slots, pieces.rows, pieces.cols  # for each of the warpgroups that compute
 
 
-def pieces(knobs: Occupancy) -> tuple[int, int, int]:
-    """How a persistent warpgroup stores its half of a tile: rows and columns of a piece, and pieces in flight."""
-    rows = knobs.tile_m // 2
-    piece_m, piece_n = min(WARPGROUP_ROWS, rows), min(LEAST_TILE, knobs.tile_n)
-    return piece_m, piece_n, min(2, rows * knobs.tile_n // (piece_m * piece_n))
+class TilePieces(NamedTuple):
+    """How a persistent warpgroup stores its half of a tile: the size of a piece, and how many are in flight."""
+
+    rows: int
+    cols: int
+    slots: int
+
+    @classmethod
+    def of(cls, knobs: Occupancy) -> TilePieces:
+        """Returns the pieces for some knobs."""
+        half_rows = knobs.tile_m // 2
+        rows = min(WARPGROUP_ROWS, half_rows)
+        cols = min(LEAST_TILE, knobs.tile_n)
+        num_pieces = half_rows * knobs.tile_n // (rows * cols)
+        return cls(rows, cols, min(2, num_pieces))
 
 
-def check_fits(product: Product, knobs: Occupancy, dtype: Any, here: TracedDevice) -> None:
+def check_fits(product: Product, knobs: Occupancy, dtype: DTypeLike, device: TracedDevice) -> None:
     """Raises for knobs that need more than the GPU has."""
-    wrong = []
-    need = smem_bytes(product, knobs, dtype) + _MOST_BARRIERS_BYTES
-    if need > here.smem_limit_bytes:
-        wrong.append(f"{need:,} bytes of shared memory: a block has at most {here.smem_limit_bytes:,}.")
-    sums = product.num_b * knobs.tile_m * knobs.tile_n // (2 if knobs.persistent else 1)
-    if sums > _MOST_SUMS:
-        wrong.append(f"{sums:,} sums in the registers of a warpgroup: {_MOST_SUMS:,} fit without spilling.")
-    if knobs.reserved_sms >= here.sms:
-        wrong.append(f"reserved_sms={knobs.reserved_sms} leaves none of {here.sms} multiprocessors.")
-    refuse_knobs(product.name, knobs, here, wrong)
+    faults = []
+    requested_bytes = smem_bytes(product, knobs, dtype) + _MOST_BARRIERS_BYTES
+    if requested_bytes > device.smem_limit_bytes:
+        faults.append(f"{requested_bytes:,} bytes of shared memory: a block has at most {device.smem_limit_bytes:,}.")
+    num_warpgroups = 2 if knobs.persistent else 1
+    num_sums = product.num_b * knobs.tile_m * knobs.tile_n // num_warpgroups
+    if num_sums > _MOST_SUMS:
+        faults.append(f"{num_sums:,} sums in the registers of a warpgroup: {_MOST_SUMS:,} fit without spilling.")
+    if knobs.reserved_sms >= device.sms:
+        faults.append(f"reserved_sms={knobs.reserved_sms} leaves none of {device.sms} multiprocessors.")
+    refuse_knobs(product.name, knobs, device, faults)
+
+
+# ---- tiles of operands and outputs
 
 
 class Refs(NamedTuple):
     """The arguments of a kernel's body: arrays in device memory, and shared memory."""
 
-    a: Any
-    bs: Sequence[Any]
-    vectors: Sequence[Any]
-    outs: Sequence[Any]
-    stage: Any  # shared memory through which outputs leave
+    a: Ref
+    bs: Sequence[Ref]
+    vectors: Sequence[Ref]
+    outs: Sequence[Ref]
+    stage: Ref  # shared memory through which outputs leave
 
     @classmethod
-    def of(cls, product: Product, refs: Sequence[Any], num_vectors: int) -> Refs:
-        """Sorts the arguments by their order."""
-        bs = 1 + product.num_b
-        vectors = bs + num_vectors
-        outs = vectors + product.num_out
-        return cls(refs[0], refs[1:bs], refs[bs:vectors], refs[vectors:outs], refs[outs])
+    def of(cls, product: Product, refs: Sequence[Ref], num_vectors: int) -> Refs:
+        """Sorts the arguments by their order; the padding, if there is any, comes last and is left out."""
+        bs_end = 1 + product.num_b
+        vectors_end = bs_end + num_vectors
+        outs_end = vectors_end + product.num_out
+        return cls(
+            a=refs[0],
+            bs=refs[1:bs_end],
+            vectors=refs[bs_end:vectors_end],
+            outs=refs[vectors_end:outs_end],
+            stage=refs[outs_end],
+        )
 
 
 class Tile(NamedTuple):
     """Where a tile of the outputs is."""
 
-    rows: Any
-    cols: Any
+    rows: Slice
+    cols: Slice
     first_col: jax.Array
 
     @classmethod
-    def at(cls, number: jax.Array, tiles: tuple[int, int], knobs: Occupancy) -> Tile:
-        """The tile with this number: blocks that run at the same time share rows and columns."""
-        m, n = plgpu.planar_snake(number, tiles, 0, _GROUP)
-        first_row, first_col = m * knobs.tile_m, n * knobs.tile_n
+    def at(cls, number: jax.Array, grid: tuple[int, int], knobs: Occupancy) -> Tile:
+        """Returns the tile with this number: blocks that run at the same time share rows and columns."""
+        m, n = plgpu.planar_snake(number, grid, 0, _GROUP)
+        first_row = m * knobs.tile_m
+        first_col = n * knobs.tile_n
         return cls(pl.ds(first_row, knobs.tile_m), pl.ds(first_col, knobs.tile_n), first_col)
 
 
@@ -139,18 +185,21 @@ class Operands:
 
     product: Product
     knobs: Occupancy
-    dtype: Any
+    dtype: np.dtype
 
     def specs(self) -> list[plgpu.BlockSpec]:
-        """One for A, and one for each B; the step along k is the index."""
-        knobs = self.knobs
-        a = self._spec(knobs.tile_m, across=self.product.a_transposed)
-        b = self._spec(knobs.tile_n, across=not self.product.b_transposed)
+        """Returns one for A, and one for each B; the step along k is the index."""
+        a = self._spec(self.knobs.tile_m, k_first=self.product.a_transposed)
+        b = self._spec(self.knobs.tile_n, k_first=not self.product.b_transposed)
         return [a] + [b] * self.product.num_b
 
-    def _spec(self, tile: int, *, across: bool) -> plgpu.BlockSpec:
-        k = self.knobs.tile_k
-        shape, index = ((k, tile), lambda i: (i, 0)) if across else ((tile, k), lambda i: (0, i))
+    def _spec(self, tile: int, *, k_first: bool) -> plgpu.BlockSpec:
+        tile_k = self.knobs.tile_k
+
+        def index(step: jax.Array) -> tuple[Any, Any]:
+            return (step, 0) if k_first else (0, step)
+
+        shape = (tile_k, tile) if k_first else (tile, tile_k)
         return plgpu.BlockSpec(shape, index, transforms=layout(shape[1], self.dtype), delay_release=self._open_steps)
 
     @property
@@ -162,73 +211,76 @@ class Operands:
         """
         return 0 if self.knobs.persistent else 1
 
-    def windows(self, refs: Refs, tile: Tile) -> list[Any]:
-        """The parts of the operands that a block reads for a tile."""
+    def windows(self, refs: Refs, tile: Tile) -> list[Ref]:
+        """Returns the parts of the operands that a block reads for a tile."""
         of_a = refs.a.at[:, tile.rows] if self.product.a_transposed else refs.a.at[tile.rows]
-        return [of_a, *(b.at[tile.cols] if self.product.b_transposed else b.at[:, tile.cols] for b in refs.bs)]
+        windows = [of_a]
+        for b in refs.bs:
+            of_b = b.at[tile.cols] if self.product.b_transposed else b.at[:, tile.cols]
+            windows.append(of_b)
+        return windows
 
-    def accumulators(self, rows: int) -> list[Any]:
-        """Registers of a warpgroup for its rows of a tile, of each product."""
+    def accumulators(self, rows: int) -> list[plgpu.WGMMAAccumulatorRef]:
+        """Returns registers of a warpgroup for its rows of a tile, of each product."""
         return [plgpu.WGMMAAccumulatorRef((rows, self.knobs.tile_n), jnp.float32)] * self.product.num_b
 
-    def multiply(self, a: Any, bs: Sequence[Any], sums: Sequence[Any]) -> None:
-        """One step along k: adds the products of the tiles in shared memory to the sums in registers."""
-        a = _compat.pallas_transposed(a) if self.product.a_transposed else a
+    def multiply(self, a: Ref, bs: Sequence[Ref], sums: Sequence[Ref]) -> None:
+        """Adds the products of the tiles in shared memory to the sums in registers: one step along k."""
+        if self.product.a_transposed:
+            a = _compat.pallas_transposed(a)
         for b, total in zip(bs, sums, strict=True):
-            plgpu.wgmma(total, a, _compat.pallas_transposed(b) if self.product.b_transposed else b)
+            if self.product.b_transposed:
+                b = _compat.pallas_transposed(b)
+            plgpu.wgmma(total, a, b)
         plgpu.wgmma_wait(self._open_steps * len(sums))
 
 
-def layout(minor: int, dtype: Any) -> tuple[Any, ...]:
-    """The layout of a tile in shared memory so that the tensor cores and the copy engine read it without conflicts."""
+def layout(minor: int, dtype: DTypeLike) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Returns the layout of a tile in shared memory that the tensor cores and the copy engine read without conflicts.
+
+    Args:
+        minor: size of the last dim.
+        dtype: of the tile.
+    """
     itemsize = np.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(minor * itemsize * 8)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    swizzle_bytes = plgpu.find_swizzle(minor * itemsize * 8)
+    return plgpu.TilingTransform((8, swizzle_bytes // itemsize)), plgpu.SwizzleTransform(swizzle_bytes)
 
 
 def spread(refs: Refs, first: jax.Array, shape: tuple[int, int], *, interpret: bool) -> list[jax.Array]:
-    """A part of each vector in device memory, from the element `first` on, as every row of a tile."""
+    """Reads a part of each vector in device memory, from the element `first` on, as every row of a tile."""
     cols = pl.ds(first, shape[1])
     parts = [_compat.pallas_load(vector, cols, interpret=interpret).astype(jnp.float32) for vector in refs.vectors]
     return [lax.broadcast_in_dim(part, shape, (1,)) for part in parts]
 
 
-def launched(
-    product: Product,
-    body: Callable[..., None],
-    a: jax.Array,
-    bs: Sequence[jax.Array],
-    vectors: Sequence[jax.Array],
-    knobs: Occupancy,
-    *,
-    form: str,
-    **how: Any,
+def _launch(
+    product: Product, body: Callable[..., None], inputs: ProductInputs, knobs: Occupancy, *, form: str, **settings: Any
 ) -> list[jax.Array]:
-    """Runs a body, which takes what `Refs.of` sorts."""
-    m, n, _ = product.sizes(a, bs[0])
+    """Runs a body, which takes what `Refs.of` sorts; `settings` are of the grid and its threads."""
+    dtype = inputs.a.dtype
+    m, n, _ = product.sizes(inputs.a, inputs.bs[0])
     shape = out_shape(knobs)
     # The memory through which outputs leave; and the padding, which is never touched.
-    scratch = [plgpu.SMEM(shape, a.dtype, transforms=layout(shape[-1], a.dtype))]
-    scratch += [plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else []
-    out_type = [jax.ShapeDtypeStruct((m, n), a.dtype)] * product.num_out
-    kernel = _compat.mosaic_kernel(body, name=f"{product.name}_{form}", out_type=out_type, scratch=scratch, **how)
-    return kernel(a, *bs, *vectors)
+    scratch = [plgpu.SMEM(shape, dtype, transforms=layout(shape[-1], dtype))]
+    if knobs.padded_bytes:
+        scratch.append(plgpu.SMEM((knobs.padded_bytes,), jnp.int8))
+    out_type = [jax.ShapeDtypeStruct((m, n), dtype)] * product.num_out
+    kernel = _compat.mosaic_kernel(body, name=f"{product.name}_{form}", out_type=out_type, scratch=scratch, **settings)
+    return kernel(inputs.a, *inputs.bs, *inputs.vectors)
+
+
+# ---- the persistent form
 
 
 def persistent(
-    product: Product,
-    a: jax.Array,
-    bs: Sequence[jax.Array],
-    vectors: Sequence[jax.Array],
-    knobs: Occupancy,
-    *,
-    blocks: int,
-    interpret: bool = False,
+    product: Product, inputs: ProductInputs, knobs: Occupancy, *, blocks: int, interpret: bool = False
 ) -> list[jax.Array]:
     """Computes the outputs, (m, n) each, of whole tiles: one block on each multiprocessor in use walks over them."""
-    m, n, k = product.sizes(a, bs[0])
-    tiles = m // knobs.tile_m, n // knobs.tile_n
-    operands = Operands(product, knobs, a.dtype)
+    m, n, k = product.sizes(inputs.a, inputs.bs[0])
+    grid = (m // knobs.tile_m, n // knobs.tile_n)
+    num_tiles = grid[0] * grid[1]
+    operands = Operands(product, knobs, inputs.a.dtype)
 
     def pipeline(step: Callable[..., Any], compute: Callable[..., Any]) -> Any:
         return plgpu.emit_pipeline_warp_specialized(
@@ -242,149 +294,203 @@ def persistent(
             compute_context=compute,
         )
 
-    def step(_: Any, a: Any, *rest: Any) -> Any:
-        bs, totals = rest[: product.num_b], rest[product.num_b]
+    def step(_: jax.Array, a: Ref, *bs_and_sums: Any) -> Sequence[Ref]:
+        bs = bs_and_sums[: product.num_b]
+        sums = bs_and_sums[product.num_b]  # the carry of the pipeline
         rows = _half(knobs)
-        operands.multiply(a.at[:, rows] if product.a_transposed else a.at[rows], bs, totals)
-        return totals
+        half_of_a = a.at[:, rows] if product.a_transposed else a.at[rows]
+        operands.multiply(half_of_a, bs, sums)
+        return sums
 
-    def body(*given: Any) -> None:
-        refs = Refs.of(product, given, len(vectors))
-        nothing = lambda *_, **__: None
+    def compute_nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def body(*args: Ref) -> None:
+        refs = Refs.of(product, args, len(inputs.vectors))
 
         def walk(allocations: Any) -> None:
-            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
+            @plgpu.nd_loop((num_tiles,), collective_axes="block")
             def _(loop: Any) -> None:
-                tile = Tile.at(loop.index[0], tiles, knobs)
-                compute = lambda run: _compute(operands, refs, tile, run, interpret=interpret)
+                tile = Tile.at(loop.index[0], grid, knobs)
+
+                def compute(run: Callable[[Any], Any]) -> None:
+                    _compute_half(operands, refs, tile, run, interpret=interpret)
+
                 pipeline(step, compute)(*operands.windows(refs, tile), allocations=allocations)
 
             plgpu.wait_smem_to_gmem(0)
 
-        # The memory that the pipeline needs does not depend on what it computes.
-        allocations = pipeline(nothing, nothing).get_allocations(refs.a, *refs.bs)
+        # Once for all tiles: the memory that the pipeline needs does not depend on what it computes.
+        allocations = pipeline(compute_nothing, compute_nothing).get_allocations(refs.a, *refs.bs)
         pl.run_scoped(walk, allocations=allocations, collective_axes="warpgroup")
 
-    how = {"grid": (min(blocks, tiles[0] * tiles[1]),), "grid_names": ("block",), "interpret": interpret}
-    threads = {"num_threads": WARPGROUPS, "thread_name": "warpgroup"}
-    return launched(product, body, a, bs, vectors, knobs, form="persistent", **how, **threads)
+    return _launch(
+        product,
+        body,
+        inputs,
+        knobs,
+        form="persistent",
+        grid=(min(blocks, num_tiles),),
+        grid_names=("block",),
+        interpret=interpret,
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+    )
 
 
-def _half(knobs: Occupancy) -> Any:
-    """The rows of a tile that a computing warpgroup computes."""
+def _half(knobs: Occupancy) -> Slice:
+    """Returns the rows of a tile that a computing warpgroup computes."""
     rows = knobs.tile_m // 2
     return pl.ds(lax.axis_index("warpgroup") * rows, rows)
 
 
-def _compute(operands: Operands, refs: Refs, tile: Tile, run: Callable[[Any], Any], *, interpret: bool) -> None:
-    """A computing warpgroup's part of a tile; `run` is the pipeline."""
+def _compute_half(operands: Operands, refs: Refs, tile: Tile, run: Callable[[Any], Any], *, interpret: bool) -> None:
+    """Computes and stores a warpgroup's half of a tile; `run` is the pipeline."""
 
-    def sums(*totals: Any) -> None:
-        run(totals)
+    def with_sums(*sums: Ref) -> None:
+        run(sums)
         plgpu.wgmma_wait(0)
-        _store(operands, refs, tile, [total[...] for total in totals], interpret=interpret)
+        _store_half(operands, refs, tile, [total[...] for total in sums], interpret=interpret)
 
-    pl.run_scoped(sums, *operands.accumulators(operands.knobs.tile_m // 2))
+    pl.run_scoped(with_sums, *operands.accumulators(operands.knobs.tile_m // 2))
 
 
-def _store(operands: Operands, refs: Refs, tile: Tile, products: Sequence[jax.Array], *, interpret: bool) -> None:
+def _store_half(operands: Operands, refs: Refs, tile: Tile, products: Sequence[jax.Array], *, interpret: bool) -> None:
     """Finishes a warpgroup's half of the tiles piece by piece, and writes one piece while the next is computed.
 
     In pieces, because the epilogue's result for a whole tile would not fit into the registers beside the tile.
     """
-    knobs, stage = operands.knobs, refs.stage
+    knobs = operands.knobs
     outs = [out.at[tile.rows, tile.cols].at[_half(knobs)] for out in refs.outs]
-    piece_m, piece_n, slots = pieces(knobs)
+    pieces = TilePieces.of(knobs)
     warpgroup = lax.axis_index("warpgroup")
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    count = 0
-    for col in range(0, knobs.tile_n, piece_n):
-        vectors = spread(refs, tile.first_col + col, (piece_m, piece_n), interpret=interpret)
-        for row in range(0, knobs.tile_m // 2, piece_m):
-            part = slice(row, row + piece_m), slice(col, col + piece_n)
-            results = operands.product.epilogue(*(each[part] for each in products), *vectors)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the pieces of the tile before
+    num_stored = 0
+    for col in range(0, knobs.tile_n, pieces.cols):
+        vectors = spread(refs, tile.first_col + col, (pieces.rows, pieces.cols), interpret=interpret)
+        for row in range(0, knobs.tile_m // 2, pieces.rows):
+            piece = (slice(row, row + pieces.rows), slice(col, col + pieces.cols))
+            results = operands.product.epilogue(*(sums[piece] for sums in products), *vectors)
             for result, out in zip(results, outs, strict=True):
-                slot = count % slots
-                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-                stage[warpgroup, slot] = result.astype(stage.dtype)
+                slot = num_stored % pieces.slots
+                # Until the piece that was in this slot has been read, and may be overwritten.
+                plgpu.wait_smem_to_gmem(pieces.slots - 1, wait_read_only=True)
+                refs.stage[warpgroup, slot] = result.astype(refs.stage.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(stage.at[warpgroup, slot], out.at[part])
-                count += 1
+                plgpu.copy_smem_to_gmem(refs.stage.at[warpgroup, slot], out.at[piece])
+                num_stored += 1
 
 
-def tiled(
-    product: Product,
-    a: jax.Array,
-    bs: Sequence[jax.Array],
-    vectors: Sequence[jax.Array],
-    knobs: Occupancy,
-    *,
-    interpret: bool = False,
-) -> list[jax.Array]:
+# ---- the tiled form
+
+
+def tiled(product: Product, inputs: ProductInputs, knobs: Occupancy, *, interpret: bool = False) -> list[jax.Array]:
     """Computes the outputs with one block of one warpgroup per tile: several blocks share a multiprocessor."""
-    m, n, k = product.sizes(a, bs[0])
-    shape = knobs.tile_m, knobs.tile_n
-    tiles = m // shape[0], n // shape[1]
-    operands = Operands(product, knobs, a.dtype)
+    m, n, k = product.sizes(inputs.a, inputs.bs[0])
+    shape = (knobs.tile_m, knobs.tile_n)
+    grid = (m // knobs.tile_m, n // knobs.tile_n)
+    operands = Operands(product, knobs, inputs.a.dtype)
 
-    def body(*given: Any) -> None:
-        refs, tile = Refs.of(product, given, len(vectors)), Tile.at(lax.axis_index("tile"), tiles, knobs)
+    def body(*args: Ref) -> None:
+        refs = Refs.of(product, args, len(inputs.vectors))
+        tile = Tile.at(lax.axis_index("tile"), grid, knobs)
         products = _products(operands, refs, tile, steps=k // knobs.tile_k)
-        results = product.epilogue(*products, *spread(refs, tile.first_col, shape, interpret=interpret))
+        vectors = spread(refs, tile.first_col, shape, interpret=interpret)
+        results = product.epilogue(*products, *vectors)
         for result, out in zip(results, refs.outs, strict=True):
+            # All outputs leave through the same memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             refs.stage[...] = result.astype(refs.stage.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(refs.stage, out.at[tile.rows, tile.cols])
         plgpu.wait_smem_to_gmem(0)
 
-    how = {"grid": (tiles[0] * tiles[1],), "grid_names": ("tile",), "interpret": interpret}
-    return launched(product, body, a, bs, vectors, knobs, form="tiled", **how)
+    return _launch(
+        product,
+        body,
+        inputs,
+        knobs,
+        form="tiled",
+        grid=(grid[0] * grid[1],),
+        grid_names=("tile",),
+        interpret=interpret,
+    )
 
 
 def _products(operands: Operands, refs: Refs, tile: Tile, *, steps: int) -> tuple[jax.Array, ...]:
-    """A tile of each product, in registers."""
+    """Computes a tile of each product, in registers."""
 
-    def sums(*totals: Any) -> tuple[jax.Array, ...]:
-        plgpu.emit_pipeline(
-            lambda _, a, *bs: operands.multiply(a, bs, totals),
+    def with_sums(*sums: Ref) -> tuple[jax.Array, ...]:
+        def step(_: jax.Array, a: Ref, *bs: Ref) -> None:
+            operands.multiply(a, bs, sums)
+
+        run = plgpu.emit_pipeline(
+            step,
             grid=(steps,),
             max_concurrent_steps=operands.knobs.stages,
             in_specs=operands.specs(),
-        )(*operands.windows(refs, tile))
+        )
+        run(*operands.windows(refs, tile))
         plgpu.wgmma_wait(0)
-        return tuple(total[...] for total in totals)
+        return tuple(total[...] for total in sums)
 
-    return pl.run_scoped(sums, *operands.accumulators(operands.knobs.tile_m))
+    return pl.run_scoped(with_sums, *operands.accumulators(operands.knobs.tile_m))
+
+
+# ---- operands of any size
 
 
 def run(
     call: KernelRun, product: Product, a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
     """Computes the outputs, (m, n) each, of operands of any size, which are padded to whole tiles."""
-    here, interpret = call.here, call.interpret
     m, n, k = product.sizes(a, bs[0])
     knobs = fitted(call.knobs, m, n, k)
-    check_fits(product, knobs, a.dtype, here)
-    if interpret and not _compat.interpreter_transposes():
-        a = a.T if product.a_transposed else a
-        bs = [b.T if product.b_transposed else b for b in bs]
+    check_fits(product, knobs, a.dtype, call.device)
+    inputs = ProductInputs(a, bs, vectors)
+    if call.interpret and not _compat.interpreter_transposes():
+        inputs = _transposed_in_memory(product, inputs)
         product = dataclasses.replace(product, a_transposed=False, b_transposed=False)
-    a_tiles, b_tiles = (knobs.tile_m, knobs.tile_k), (knobs.tile_k, knobs.tile_n)
-    a = padded(a, a_tiles[::-1] if product.a_transposed else a_tiles)
-    bs = [padded(b, b_tiles[::-1] if product.b_transposed else b_tiles) for b in bs]
-    vectors = [padded(vector, (knobs.tile_n,)) for vector in vectors]
-    latency_ns = knobs.latency_ns or product_ns(m, n, k, kind=here.kind, products=len(bs))
+    inputs = _padded_to_tiles(product, inputs, knobs)
 
     @jax.custom_batching.sequential_vmap  # else all kernels of a batch would run at once, even those that must not run
-    def launch(a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array]) -> list[jax.Array]:
+    def launch(inputs: ProductInputs) -> list[jax.Array]:
         if knobs.persistent:
-            blocks = here.sms - knobs.reserved_sms
-            return persistent(product, a, bs, vectors, knobs, blocks=blocks, interpret=interpret)
-        return tiled(product, a, bs, vectors, knobs, interpret=interpret)
+            blocks = call.device.sms - knobs.reserved_sms
+            return persistent(product, inputs, knobs, blocks=blocks, interpret=call.interpret)
+        return tiled(product, inputs, knobs, interpret=call.interpret)
 
-    with stated(latency_ns):
-        outs = launch(a, bs, vectors)
+    with stated(knobs.latency_ns or product_ns(m, n, k, kind=call.device.kind, products=len(bs))):
+        outs = launch(inputs)
     # The kernel's own type does not state over which mesh axes its results vary.
-    axes = varying_over(a, *bs, *vectors)
+    axes = varying_over(inputs.a, *inputs.bs, *inputs.vectors)
     return [checkpoint_name(vary(out[:m, :n], axes), PRODUCT) for out in outs]
+
+
+def _transposed_in_memory(product: Product, inputs: ProductInputs) -> ProductInputs:
+    """Returns the operands as a kernel takes them that transposes none itself."""
+    a, bs, vectors = inputs
+    if product.a_transposed:
+        a = a.T
+    if product.b_transposed:
+        bs = [b.T for b in bs]
+    return ProductInputs(a, bs, vectors)
+
+
+def _padded_to_tiles(product: Product, inputs: ProductInputs, knobs: Occupancy) -> ProductInputs:
+    """Adds zeros, which change no sum, up to whole tiles; the outputs are cut to size again."""
+    a_tile = (knobs.tile_k, knobs.tile_m) if product.a_transposed else (knobs.tile_m, knobs.tile_k)
+    b_tile = (knobs.tile_n, knobs.tile_k) if product.b_transposed else (knobs.tile_k, knobs.tile_n)
+    return ProductInputs(
+        a=_padded(inputs.a, a_tile),
+        bs=[_padded(b, b_tile) for b in inputs.bs],
+        vectors=[_padded(vector, (knobs.tile_n,)) for vector in inputs.vectors],
+    )
+
+
+def _padded(x: jax.Array, multiples: Sequence[int]) -> jax.Array:
+    """Returns an array with zeros at the end of its dims, up to multiples."""
+    missing = [-size % multiple for size, multiple in zip(x.shape, multiples, strict=True)]
+    if not any(missing):
+        return x
+    return jnp.pad(x, [(0, count) for count in missing])

@@ -1,4 +1,7 @@
-"""`rms_norm` and `layer_norm`, with an optional fused addition of the residual stream."""
+"""`rms_norm` and `layer_norm`, with an optional fused addition of the residual stream.
+
+Shapes, as suffixes: R rows, D elements of a row.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def rms_norm(
     occupancy: Occupancy | None = None,
     backend: Backend = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Each row divided by its root mean square, times `scale` (arXiv 1910.07467), computed in float32.
+    """Divides each row by its root mean square, and multiplies by `scale` (arXiv 1910.07467), in float32.
 
     Runs where `matmul` does, in small, short blocks. `smem_pad_bytes` of a non-persistent `Occupancy` is the only knob
     that applies.
@@ -71,7 +74,8 @@ def rms_norm(
         >>> x = jnp.ones((8, 64))
         >>> y, x = js.kernels.rms_norm(x, jnp.ones(64), residual=x)
     """
-    return _norm(_Kind("rms_norm", eps, centred=False), x, scale, None, residual, occupancy, backend)
+    kind = _Kind("rms_norm", eps, centred=False)
+    return _norm(kind, x, scale, None, residual, occupancy, backend)
 
 
 def layer_norm(
@@ -84,7 +88,7 @@ def layer_norm(
     occupancy: Occupancy | None = None,
     backend: Backend = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Each row minus its mean, divided by its standard deviation, times `scale`, plus `bias` (arXiv 1607.06450).
+    """Subtracts each row's mean, divides by its standard deviation, times `scale`, plus `bias` (arXiv 1607.06450).
 
     Computed in float32; otherwise like `rms_norm`.
 
@@ -107,7 +111,8 @@ def layer_norm(
         >>> js.kernels.layer_norm(jnp.ones((8, 64)), jnp.ones(64), jnp.zeros(64)).shape
         (8, 64)
     """
-    return _norm(_Kind("layer_norm", eps, centred=True), x, scale, bias, residual, occupancy, backend)
+    kind = _Kind("layer_norm", eps, centred=True)
+    return _norm(kind, x, scale, bias, residual, occupancy, backend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +124,16 @@ class _Kind:
     centred: bool
 
     def normal(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Rows of float32 with mean square 1, and the inverse of their divisors."""
-        mean = lambda x: jnp.sum(x, -1, keepdims=x.ndim > 1) / x.shape[-1]
-        h = h - mean(h) if self.centred else h
-        inverse = lax.rsqrt(mean(h * h) + self.eps)
+        """Returns rows with mean square 1, and the inverse of their divisors; takes float32, one row or many."""
+        if self.centred:
+            h = h - _mean(h)
+        inverse = lax.rsqrt(_mean(h * h) + self.eps)
         return h * inverse, inverse
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """Returns the mean of each row: a scalar if there is only one, as in a kernel."""
+    return jnp.sum(x, -1, keepdims=x.ndim > 1) / x.shape[-1]
 
 
 def _norm(
@@ -135,90 +145,151 @@ def _norm(
     occupancy: Occupancy | None,
     backend: Backend,
 ) -> Any:
-    named = {"x": x, "scale": scale, "bias": bias, "residual": residual}
-    given = {name: array for name, array in named.items() if array is not None}
-    _check(kind, given, occupancy)
-    call = decide(kind.name, backend, occupancy, given.values(), default=_SMALL, reasons=_row_reasons(x.shape[-1]))
-    if not call.is_plain and call.knobs.padded_bytes + _OWN_BYTES > call.here.smem_limit_bytes:
-        why = f"smem_pad_bytes={call.knobs.smem_pad_bytes:_} and {_OWN_BYTES:,} bytes of its own exceed what a block"
-        refuse_knobs(call.name, call.knobs, call.here, [f"{why} can have: {call.here.smem_limit_bytes:,}."])
+    arrays = {"x": x, "scale": scale}
+    if bias is not None:
+        arrays["bias"] = bias
+    if residual is not None:
+        arrays["residual"] = residual
+    _check(kind, arrays, occupancy)
+    reasons = _row_reasons(x.shape[-1])
+    call = decide(kind.name, backend, occupancy, arrays.values(), default=_SMALL, reasons=reasons)
+    if not call.is_plain:
+        _check_padding(call)
     with call.named():
         if call.is_plain:
             return plain_norm(kind, x, scale, bias, residual)
-        rows = [as_matrix(x)] + ([] if residual is None else [as_matrix(residual)])
-        vectors = [scale] + ([] if bias is None else [bias])
-        arrays = vary_alike(*rows, *vectors)
-        normed = per_example(functools.partial(_rows, call, kind), in_axes=(0, None))
-        y, h = cast(Arrays, normed(arrays[: len(rows)], arrays[len(rows) :]))
-        return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), h.reshape(x.shape))
+        return _kernel_norm(call, kind, x, scale, bias, residual)
+
+
+def _kernel_norm(
+    call: KernelRun,
+    kind: _Kind,
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns the norm by the kernel; with a residual, also the sum."""
+    rows = [as_matrix(x)]
+    if residual is not None:
+        rows.append(as_matrix(residual))
+    vectors = [scale]
+    if bias is not None:
+        vectors.append(bias)
+    varying = vary_alike(*rows, *vectors)
+    normed = per_example(functools.partial(_rows, call, kind), in_axes=(0, None))
+    y_RD, h_RD = cast(Arrays, normed(varying[: len(rows)], varying[len(rows) :]))
+    y = y_RD.reshape(x.shape)
+    if residual is None:
+        return y
+    return y, h_RD.reshape(x.shape)
 
 
 def plain_norm(kind: _Kind, x: jax.Array, scale: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> Any:
-    """The twin, as XLA compiles it."""
+    """Returns the same as XLA compiles it."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     h = x.astype(wide) + (0 if residual is None else residual.astype(wide))
-    y = kind.normal(h)[0] * as_row(scale, h)
-    y = y if bias is None else y + as_row(bias, h)
+    normal, _ = kind.normal(h)
+    y = normal * as_row(scale, h)
+    if bias is not None:
+        y = y + as_row(bias, h)
     y = y.astype(x.dtype)
-    return y if residual is None else (y, h.astype(x.dtype))
+    if residual is None:
+        return y
+    return y, h.astype(x.dtype)
+
+
+# ---- the derivative, on rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rows(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[jax.Array, jax.Array]:
-    """The norm of the sum of some rows, and that sum."""
+    """Returns the norm of the sum of `xs`, and that sum.
 
-    def row(*held: jax.Array) -> tuple[Arrays, Arrays]:
-        h, (scale, *bias) = sum(held[1 : len(xs)], start=held[0]), held[len(xs) :]
-        y = kind.normal(h)[0] * scale
-        return (sum(bias, start=y), *([h] if len(xs) > 1 else [])), ()
+    Args:
+        call: how the kernel runs.
+        kind: which norm.
+        xs: x, or x and the residual, (R, D).
+        vectors: the scale, or the scale and the bias, (D,).
+    """
+    has_residual = bool(xs[1:])
 
-    y, *h = _run_rows(call, f"{PREFIX}{kind.name}", row, xs, vectors, num_out=len(xs))
-    return y, h[0] if h else xs[0]
+    def row(*arrays: jax.Array) -> RowResults:
+        summands = arrays[: len(xs)]
+        scale, *bias = arrays[len(xs) :]
+        h = sum(summands[1:], start=summands[0])
+        normal, _ = kind.normal(h)
+        y = sum(bias, start=normal * scale)
+        if has_residual:
+            return RowResults([y, h])
+        return RowResults([y])
+
+    outs, _ = _run_rows(call, f"{PREFIX}{kind.name}", row, xs, vectors, num_out=len(xs))
+    if not has_residual:
+        (y_RD,) = outs
+        (h_RD,) = xs  # the sum is x, and need not be written
+        return y_RD, h_RD
+    y_RD, h_RD = outs
+    return y_RD, h_RD
 
 
 def _forward(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    y, h = cast(Arrays, _rows(call, kind, xs, vectors))
-    return (y, h), (h, vectors, len(xs))
+    y_RD, h_RD = cast(Arrays, _rows(call, kind, xs, vectors))
+    residuals = (h_RD, vectors, len(xs))
+    return (y_RD, h_RD), residuals
 
 
 def _backward(
-    call: KernelRun, kind: _Kind, kept: tuple, cotangents: tuple[jax.Array, jax.Array]
+    call: KernelRun, kind: _Kind, residuals: tuple, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Arrays, Arrays]:
-    h_RD, vectors, num_x = kept
+    h_RD, vectors, num_xs = residuals
     dy_RD, dh_RD = cotangents
-    rows = [h_RD, dy_RD] + ([dh_RD] if num_x > 1 else [])
+    rows = [h_RD, dy_RD]
+    if num_xs > 1:
+        rows.append(dh_RD)  # otherwise the sum is x itself, which the caller does not get
 
-    def row(*held: jax.Array) -> tuple[Arrays, Arrays]:
-        (h, dy, *dh), scale = held[: len(rows)], held[len(rows)]
+    def row(*arrays: jax.Array) -> RowResults:
+        h, dy, *dh = arrays[: len(rows)]
+        scale = arrays[len(rows)]
         normal, inverse = kind.normal(h)
-        mean = lambda x: jnp.sum(x) / x.shape[-1]
         scaled = dy * scale
-        dx = scaled - normal * mean(scaled * normal)
-        dx = dx - mean(scaled) if kind.centred else dx
-        return (sum(dh, start=dx * inverse),), (dy * normal, dy)[: len(vectors)]
+        dx = scaled - normal * _mean(scaled * normal)
+        if kind.centred:
+            dx = dx - _mean(scaled)
+        dx = sum(dh, start=dx * inverse)
+        terms = [dy * normal, dy]  # of the gradients of scale and bias
+        return RowResults([dx], terms[: len(vectors)])
 
     with call.named():
-        dx, *sums = _run_rows(
+        # A bias has no part in the gradients.
+        (dx_RD,), sums = _run_rows(
             call, f"{PREFIX}{kind.name}_backward", row, rows, vectors[:1], num_out=1, num_sums=len(vectors)
         )
-        return (dx,) * num_x, tuple(each.astype(like.dtype) for each, like in zip(sums, vectors, strict=True))
+        d_vectors = tuple(total.astype(vector.dtype) for total, vector in zip(sums, vectors, strict=True))
+        return (dx_RD,) * num_xs, d_vectors
 
 
 _rows.defvjp(_forward, _backward)
 
 
+# ---- checks
+
+
 def _row_reasons(width: int) -> list[str]:
-    """Why rows of this width are left to XLA."""
+    """Returns why rows of this width are left to XLA."""
     if width % LANES == 0 and width <= MOST_WIDTH:
         return []
     return [f"the row width must be a multiple of {LANES}, at most {MOST_WIDTH:,}, and is {width:,}"]
 
 
-def _check(kind: _Kind, given: dict[str, jax.Array], occupancy: Occupancy | None) -> None:
+def _check(kind: _Kind, arrays: dict[str, jax.Array], occupancy: Occupancy | None) -> None:
     """Raises for sizes that do not match, and for knobs that a norm does not have."""
-    shape = given["x"].shape
-    wanted = {"scale": shape[-1:], "bias": shape[-1:], "residual": shape}
-    check_shapes(kind.name, given, wanted, [] if shape else ["x must be (..., D)."])
+    shape = arrays["x"].shape
+    required = {"scale": shape[-1:], "bias": shape[-1:], "residual": shape}
+    faults = []
+    if not shape:
+        faults.append("x must be (..., D).")
+    check_shapes(kind.name, arrays, required, faults)
     if occupancy is not None and occupancy.persistent:
         raise KernelError(
             f"{kind.name} has no persistent form.",
@@ -228,11 +299,35 @@ def _check(kind: _Kind, given: dict[str, jax.Array], occupancy: Occupancy | None
         )
 
 
-# Rows of outputs from rows of inputs, on Pallas Mosaic GPU: one warpgroup holds a row in its registers.
+def _check_padding(call: KernelRun) -> None:
+    """Raises for padding that leaves a block too little shared memory."""
+    if call.knobs.padded_bytes + _OWN_BYTES <= call.device.smem_limit_bytes:
+        return
+    why = f"smem_pad_bytes={call.knobs.smem_pad_bytes:_} and {_OWN_BYTES:,} bytes of its own exceed what a block"
+    refuse_knobs(call.name, call.knobs, call.device, [f"{why} can have: {call.device.smem_limit_bytes:,}."])
 
-_ROWS_FORWARD, _BLOCKS_BACKWARD = 8, 4  # rows of a block; blocks per multiprocessor where each keeps a sum
 
-RowFunction = Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
+# ---- rows of outputs from rows of inputs, on Pallas Mosaic GPU: one warpgroup holds a row in its registers
+
+_ROWS_FORWARD = 8  # rows of a block
+_BLOCKS_BACKWARD = 4  # per multiprocessor, where each block keeps a sum
+
+
+@dataclasses.dataclass(frozen=True)
+class RowResults:
+    """What a function of rows makes of one row of each input, in float32.
+
+    Attributes:
+        outs: one row of each output.
+        terms: this row's terms of the sums over all rows.
+    """
+
+    outs: Sequence[jax.Array]
+    terms: Sequence[jax.Array] = ()
+
+
+RowFunction = Callable[..., RowResults]
+"""Takes a row of each of the inputs, then the vectors, in float32."""
 
 
 def _run_rows(
@@ -244,50 +339,83 @@ def _run_rows(
     *,
     num_out: int,
     num_sums: int = 0,
-) -> list[jax.Array]:
-    """Runs a function of rows; returns the outputs (R, D) in the dtype of `xs`, then the sums (D,) in float32.
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Runs a function on all rows.
 
-    `row` takes a row of each of `xs`, (R, D) with D a multiple of 128, then the vectors (D,), in float32; it returns
-    rows of the outputs, and the terms of the sums over all rows.
+    Args:
+        call: how the kernel runs.
+        name: of the kernel, in profiles and in the compiled program.
+        row: the function.
+        xs: its inputs, (R, D) with D a multiple of 128.
+        vectors: the vectors that it takes with each row, (D,).
+        num_out: how many outputs it has.
+        num_sums: how many sums over all rows it has.
+
+    Returns:
+        The outputs, (R, D) in the dtype of `xs`; the sums, (D,) in float32.
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu  # slow to import, and only where a kernel runs
 
-    here, knobs, interpret = call.here, call.knobs, call.interpret
-    rows, width = xs[0].shape
-    blocks = min(rows, _BLOCKS_BACKWARD * here.sms) if num_sums else -(-rows // _ROWS_FORWARD)
-    load = lambda ref, index: _compat.pallas_load(ref, index, interpret=interpret).astype(jnp.float32)
-    like = jax.ShapeDtypeStruct((rows, width), xs[0].dtype)
+    num_rows, width = xs[0].shape
+    num_blocks = -(-num_rows // _ROWS_FORWARD)
+    if num_sums:
+        # Each block writes its part of the sums, which are added afterwards: so they should be few.
+        num_blocks = min(num_rows, _BLOCKS_BACKWARD * call.device.sms)
+
+    def load(ref: Any, index: Any) -> jax.Array:
+        return _compat.pallas_load(ref, index, interpret=call.interpret).astype(jnp.float32)
 
     def body(*refs: Any) -> None:
         """Each row of a block, one after another; its part of the sums stays in registers until the end."""
-        x_refs, v_refs, rest = refs[: len(xs)], refs[len(xs) :][: len(vectors)], refs[len(xs) + len(vectors) :]
-        out_refs, sum_refs = rest[:num_out], rest[num_out:][:num_sums]
-        held = [load(ref, slice(None)) for ref in v_refs]
+        x_refs, v_refs, out_refs, sum_refs = _divided(refs, [len(xs), len(vectors), num_out, num_sums])
+        loaded_vectors = [load(ref, slice(None)) for ref in v_refs]
 
-        def step(loop: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            at = loop.index[0]
-            outs, terms = row(*(load(ref, at) for ref in x_refs), *held)
-            for ref, out in zip(out_refs, outs, strict=True):
-                ref[at] = out.astype(ref.dtype)
-            return tuple(total + term for total, term in zip(carry, terms, strict=True))
+        def step(loop: Any, carry: Arrays) -> Arrays:
+            number = loop.index[0]
+            results = row(*(load(ref, number) for ref in x_refs), *loaded_vectors)
+            for ref, out in zip(out_refs, results.outs, strict=True):
+                ref[number] = out.astype(ref.dtype)
+            return tuple(total + term for total, term in zip(carry, results.terms, strict=True))
 
-        start = tuple(jnp.zeros((width,), jnp.float32) for _ in sum_refs)
-        totals = plgpu.nd_loop((rows,), collective_axes="block", init_carry=start)(step)
+        zeros = tuple(jnp.zeros((width,), jnp.float32) for _ in sum_refs)
+        totals = plgpu.nd_loop((num_rows,), collective_axes="block", init_carry=zeros)(step)
         for ref, total in zip(sum_refs, totals, strict=True):
             ref[lax.axis_index("block")] = total
 
+    out_type = jax.ShapeDtypeStruct((num_rows, width), xs[0].dtype)
+    sum_type = jax.ShapeDtypeStruct((num_blocks, width), jnp.float32)
+    scratch = []
+    if call.knobs.padded_bytes:
+        scratch.append(plgpu.SMEM((call.knobs.padded_bytes,), jnp.int8))
     kernel = _compat.mosaic_kernel(
         body,
         name=name,
-        out_type=[like] * num_out + [jax.ShapeDtypeStruct((blocks, width), jnp.float32)] * num_sums,
-        scratch=[plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else [],
-        grid=(blocks,),
+        out_type=[out_type] * num_out + [sum_type] * num_sums,
+        scratch=scratch,
+        grid=(num_blocks,),
         grid_names=("block",),
-        interpret=interpret,
+        interpret=call.interpret,
     )
-    moved_bytes = (len(xs) + num_out) * rows * width * xs[0].dtype.itemsize
-    with stated(knobs.latency_ns or traffic_ns(moved_bytes, kind=here.kind)):
-        results = jax.custom_batching.sequential_vmap(lambda *arrays: kernel(*arrays))(*xs, *vectors)
+
+    # Of a batch one kernel runs after another: together they would fill the GPU.
+    @jax.custom_batching.sequential_vmap
+    def launch(*arrays: jax.Array) -> list[jax.Array]:
+        return kernel(*arrays)
+
+    moved_bytes = (len(xs) + num_out) * num_rows * width * xs[0].dtype.itemsize
+    with stated(call.knobs.latency_ns or traffic_ns(moved_bytes, kind=call.device.kind)):
+        results = launch(*xs, *vectors)
+    # The kernel's own type does not state over which mesh axes its results vary.
     axes = varying_over(*xs, *vectors)
-    results = [vary(result, axes) for result in results]
-    return [*results[:num_out], *(each.sum(0) for each in results[num_out:])]
+    outs, parts_of_sums = _divided([vary(result, axes) for result in results], [num_out, num_sums])
+    return list(outs), [parts.sum(0) for parts in parts_of_sums]
+
+
+def _divided(values: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    """Returns the first values, the next ones and so on, by their numbers; any more are left out."""
+    groups = []
+    start = 0
+    for count in counts:
+        groups.append(values[start : start + count])
+        start += count
+    return groups

@@ -12,13 +12,14 @@ shows the stderr of all workers. With `Restarts` a run that loses a process is r
 
     in the command      supervise(command, processes=2) or supervise(command, cluster=detect())
     in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)
-    in any run          with StallWatch().over(...): doing("waiting for data"), step_done(12)
+    in any run          with StallWatch().over(...): set_phase("waiting for data"), step_done(12)
 """
 
-from jshard.launch.cluster import Cluster, Deadlines, StopSignal, is_worker, stopped_code
-from jshard.launch.launchers import ONE_POD, detect
-from jshard.launch.restarts import Restarts, of_this_attempt
-from jshard.launch.stall import StallWatch, doing, step_done
+from jshard.launch.cluster import Cluster, Deadlines, is_worker, stopped_code
+from jshard.launch.detection import ONE_POD, detect
+from jshard.launch.restarts import Restarts, previous_attempt
+from jshard.launch.stall import StallWatch, set_phase, step_done
+from jshard.launch.stop_signal import StopSignal
 from jshard.launch.supervisor import supervise
 from jshard.launch.worker import END_S, end_within, leave, note, start_worker
 
@@ -31,12 +32,12 @@ __all__ = [
     "StallWatch",
     "StopSignal",
     "detect",
-    "doing",
     "end_within",
     "is_worker",
     "leave",
     "note",
-    "of_this_attempt",
+    "previous_attempt",
+    "set_phase",
     "start_worker",
     "step_done",
     "stopped_code",

@@ -1,75 +1,173 @@
-"""Whether this process is one of several, by the environment variables of its launcher.
-
-N processes that each start a run of one are the worst result of a job script: N times the same training, or N - 1
-errors about a locked folder. So any sign of several processes is understood, or refused. JAX's own detection is used
-on TPUs only: it finds neither torchrun nor MPICH, reads `rack1` as the first host of `rack[1-2]n[01-04]`, and needs
-rights at the API server of Kubernetes.
-"""
+"""The programs that start the processes of a run, and what their environment variables say."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import shlex
 import socket
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 
 from jshard.errors import ShardingError
-from jshard.launch.cluster import Cluster
 
 Environ = Mapping[str, str]
 
-_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_FIRST_PORT, _PORTS = 61440, 4096  # if a launcher gives no port: one of the last 4096, by the job number
+# If a launcher gives no port: one of the last 4096, by the job number, so that two jobs on a machine rarely meet.
+_FIRST_PORT = 61440
+_PORTS = 4096
 _STEP_PORTS = 89
 _POD_PORT = "1234"
-ONE_POD = """\
-This pod is not part of an indexed job, so it is a run of one process. Several need completionMode: Indexed and
-JAX_NUM_PROCESSES, as in launch/train.yaml; JAX_NUM_PROCESSES=1 confirms a single one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Launcher:
-    """A program that starts the processes of a run."""
+class Launcher:
+    """A program that starts the processes of a run.
+
+    Attributes:
+        kind: its name.
+        size: the variable with the number of processes.
+        rank: the variable with the id of this process.
+        local_rank: the variable with its id among the processes of this machine; "" if there is none.
+        local_size: returns the number of processes of this machine; None if it is not known.
+        address: returns "host:port" of process 0; "" if the launcher does not give it.
+        is_present: returns whether it has started this process.
+        further: more variables to show in reports.
+        starts: its command, for the advice if it gives no address.
+    """
 
     kind: str
-    size: str  # the variable with the number of processes
-    rank: str  # the variable with the id of this process
-    local: tuple[str, str]  # the variables with its id among the processes of this machine, and with their number
-    address: Callable[[Environ], str]  # "host:port" of process 0; "" if the launcher does not give it
-    further: tuple[str, ...] = ()  # more variables to show in reports
-    starts: str = ""  # its command, for the advice if it gives no address
+    size: str
+    rank: str
+    local_rank: str
+    local_size: Callable[[Environ], int | None]
+    address: Callable[[Environ], str]
+    is_present: Callable[[Environ], bool]
+    further: tuple[str, ...] = ()
+    starts: str = ""
 
 
-def _of_torchrun(environ: Environ) -> str:
+def find_launcher(environ: Environ) -> Launcher | None:
+    """Returns the first launcher that started several processes, or else the first that started one."""
+    present = [launcher for launcher in LAUNCHERS if launcher.rank in environ and launcher.is_present(environ)]
+    for launcher in present:
+        if environ.get(launcher.size) != "1":
+            return launcher
+    return present[0] if present else None
+
+
+def number_of(name: str, text: str, *, low: int) -> int:
+    """Parses the whole number of a variable.
+
+    Raises:
+        ShardingError: it is not a whole number, or is below the lowest one.
+    """
+    if not (text.isascii() and text.isdecimal() and int(text) >= low):
+        raise unreadable(name, text, f"a whole number, {low} or more")
+    return int(text)
+
+
+def unreadable(name: str, text: str, expected: str) -> ShardingError:
+    """Creates the error for a variable with another value than it may have."""
+    return ShardingError(
+        f"{name} cannot be read.",
+        where=f"{name}={text}",
+        why=f"it is {expected}.",
+        do="JAX_COORDINATOR_ADDRESS=node001:12345 JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I, with I from 0 to N - 1.",
+    )
+
+
+def _port(environ: Environ, job: int) -> str:
+    """Returns ":port" of process 0, which all processes of a job compute alike."""
+    return f":{environ.get('JAX_COORDINATOR_PORT', job % _PORTS + _FIRST_PORT)}"
+
+
+def _size_in(name: str) -> Callable[[Environ], int | None]:
+    """Returns a function that reads the number of processes of this machine from a variable."""
+
+    def local_size(environ: Environ) -> int | None:
+        if name not in environ:
+            return None
+        return number_of(name, environ[name], low=1)
+
+    return local_size
+
+
+# torchrun.
+
+
+def _torchrun_address(environ: Environ) -> str:
     if not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         return ""
+    port = number_of("MASTER_PORT", environ["MASTER_PORT"], low=1)
     # torchrun's own agent may listen at that port; it is free if a script sets the variables by hand.
-    taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("True", "1")
-    port = _number("MASTER_PORT", environ["MASTER_PORT"], low=1) + taken
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("True", "1"):
+        port += 1
     return f"{environ['MASTER_ADDR']}:{environ.get('JAX_COORDINATOR_PORT', port)}"
 
 
-def _of_open_mpi(environ: Environ) -> str:
-    """The first address of mpirun's machine, as "4096000.0;tcp://10.96.0.1,10.148.0.1:34911"; not since Open MPI 5."""
-    found = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-    if found is None:
+def _has_world_size(environ: Environ) -> bool:
+    return "WORLD_SIZE" in environ
+
+
+# MPI.
+
+
+def _open_mpi_address(environ: Environ) -> str:
+    """Returns the first address of mpirun's machine, as in "4096000.0;tcp://10.96.0.1,10.148.0.1:34911".
+
+    Open MPI 5 has no such variable.
+    """
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    match = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
+    if match is None:
         return ""
-    host = found[2] or f"[{found[3]}]"
-    return host + _port(environ, int(found[1]) // 4096)
+    job, ipv4, ipv6 = match.groups()
+    host = ipv4 or f"[{ipv6}]"
+    return host + _port(environ, int(job) // 4096)
 
 
-def _of_slurm(environ: Environ) -> str:
+def _has_open_mpi_size(environ: Environ) -> bool:
+    return "OMPI_COMM_WORLD_SIZE" in environ
+
+
+def _no_address(environ: Environ) -> str:
+    return ""
+
+
+def _is_mpich(environ: Environ) -> bool:
+    return "PMI_SIZE" in environ and not _is_pmi_of_slurm(environ)
+
+
+def _is_pmi_of_slurm(environ: Environ) -> bool:
+    """Returns whether srun set MPICH's variables, too, as it does with --mpi=pmi2."""
+    if not is_slurm_step(environ):
+        return False
+    same_rank = environ.get("PMI_RANK") == environ.get("SLURM_PROCID")
+    same_size = environ.get("PMI_SIZE") == environ.get("SLURM_NTASKS")
+    return same_rank and same_size
+
+
+# Slurm.
+
+
+def is_slurm_step(environ: Environ) -> bool:
+    """Returns whether srun started this process."""
+    if "SLURM_STEP_NODELIST" not in environ or "SLURM_NTASKS" not in environ:
+        return False
+    # The shell of `salloc` is a step of one task on many clusters, while SLURM_NTASKS counts the whole allocation.
+    is_shell = environ.get("SLURM_STEP_NUM_TASKS") == "1" and environ["SLURM_NTASKS"] != "1"
+    return not is_shell
+
+
+def _slurm_address(environ: Environ) -> str:
     host = first_host(environ["SLURM_STEP_NODELIST"])
     # Several sruns of one allocation may share a first node.
-    step = _number("SLURM_STEP_ID", environ.get("SLURM_STEP_ID", "0"), low=0)
-    return host + _port(environ, _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", ""), low=0) + _STEP_PORTS * step)
+    step = number_of("SLURM_STEP_ID", environ.get("SLURM_STEP_ID", "0"), low=0)
+    job = number_of("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", ""), low=0)
+    return host + _port(environ, job + _STEP_PORTS * step)
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list of Slurm's: "rack1n01" of "rack[1-2]n[01-04]-ib,gpu1".
+    """Returns the first host of a list of Slurm's: "rack1n01" of "rack[1-2]n[01-04]-ib,gpu1".
 
     Equals `scontrol show hostnames`, but needs no process in every task.
 
@@ -77,19 +175,32 @@ def first_host(nodes: str) -> str:
         ShardingError: it is not such a list.
     """
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])*)(?:,|$)", nodes)
-    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[1] if first else "")
+    host = ""
+    if first is not None:
+        host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[1])
     if not re.fullmatch(r"[\w.-]+", host):
-        raise _unreadable("SLURM_STEP_NODELIST", nodes, f"a list of hosts, and begins with {host!r}")
+        raise unreadable("SLURM_STEP_NODELIST", nodes, f"a list of hosts, and begins with {host!r}")
     return host
 
 
-def _port(environ: Environ, job: int) -> str:
-    return f":{environ.get('JAX_COORDINATOR_PORT', job % _PORTS + _FIRST_PORT)}"
+def _slurm_tasks_of_node(environ: Environ) -> int | None:
+    """Reads Slurm's list, such as "8(x3),2", at the position of this node."""
+    tasks: list[int] = []
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        tasks += [int(count)] * int(repeats or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    if node >= len(tasks):
+        return None
+    return number_of("", str(tasks[node]), low=1)
 
 
-def _of_pod(environ: Environ) -> str:
-    """Pod 0 of an indexed job, by the name of this one: "train-3.train.default.svc.cluster.local"."""
-    name, index = socket.getfqdn(), environ["JOB_COMPLETION_INDEX"]
+# Kubernetes.
+
+
+def _pod_address(environ: Environ) -> str:
+    """Returns pod 0 of an indexed job, by the name of this one: "train-3.train.default.svc.cluster.local"."""
+    name = socket.getfqdn()
+    index = environ["JOB_COMPLETION_INDEX"]
     pod, dot, domain = name.partition(".")
     if not (dot and domain and pod.endswith(f"-{index}")):
         raise ShardingError(
@@ -100,255 +211,70 @@ def _of_pod(environ: Environ) -> str:
             do="launch/train.yaml shows a headless service and, in the template of the job, `subdomain: its name`;\n"
             "or name pod 0 in the environment: JAX_COORDINATOR_ADDRESS=HOST:1234",
         )
-    return f"{pod.removesuffix(index)}0.{domain}:{environ.get('JAX_COORDINATOR_PORT', _POD_PORT)}"
+    port = environ.get("JAX_COORDINATOR_PORT", _POD_PORT)
+    return f"{pod.removesuffix(index)}0.{domain}:{port}"
+
+
+def _is_pod(environ: Environ) -> bool:
+    # For pods with TPUs JAX knows more.
+    return "TPU_WORKER_ID" not in environ and "MEGASCALE_SLICE_ID" not in environ
+
+
+def _unknown_size(environ: Environ) -> None:
+    return None
 
 
 # The first one present is used: mpirun and torchrun may run in a step of Slurm, one in each node.
-_LAUNCHERS = (
-    _Launcher(
+LAUNCHERS = (
+    Launcher(
         kind="torchrun",
         size="WORLD_SIZE",
         rank="RANK",
-        local=("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        address=_of_torchrun,
+        local_rank="LOCAL_RANK",
+        local_size=_size_in("LOCAL_WORLD_SIZE"),
+        address=_torchrun_address,
+        is_present=_has_world_size,
         further=("MASTER_ADDR", "MASTER_PORT"),
         starts="torchrun --nproc_per_node={n} --no_python",
     ),
-    _Launcher(
+    Launcher(
         kind="open mpi",
         size="OMPI_COMM_WORLD_SIZE",
         rank="OMPI_COMM_WORLD_RANK",
-        local=("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        address=_of_open_mpi,
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size=_size_in("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        address=_open_mpi_address,
+        is_present=_has_open_mpi_size,
         further=("OMPI_MCA_orte_hnp_uri",),
         starts="mpirun -n {n} -x JAX_COORDINATOR_ADDRESS",
     ),
-    _Launcher(
+    Launcher(
         kind="mpich",  # and Intel MPI, and others that use PMI
         size="PMI_SIZE",
         rank="PMI_RANK",
-        local=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        address=lambda environ: "",
+        local_rank="MPI_LOCALRANKID",
+        local_size=_size_in("MPI_LOCALNRANKS"),
+        address=_no_address,
+        is_present=_is_mpich,
         starts="mpiexec -n {n}",
     ),
-    _Launcher(
+    Launcher(
         kind="slurm",
         size="SLURM_NTASKS",
         rank="SLURM_PROCID",
-        local=("SLURM_LOCALID", ""),
-        address=_of_slurm,
+        local_rank="SLURM_LOCALID",
+        local_size=_slurm_tasks_of_node,
+        address=_slurm_address,
+        is_present=is_slurm_step,
         further=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"),
     ),
-    _Launcher(
+    Launcher(
         kind="kubernetes",
         size="JAX_NUM_PROCESSES",
         rank="JOB_COMPLETION_INDEX",
-        local=("", ""),
-        address=_of_pod,
+        local_rank="",
+        local_size=_unknown_size,
+        address=_pod_address,
+        is_present=_is_pod,
     ),
 )
-_REPORTED = dict.fromkeys(
-    (
-        *(*_JAX, "JAX_COORDINATOR_PORT", "JSHARD_ROLL_CALL_PORT"),
-        *(name for one in _LAUNCHERS for name in (*one.further, one.size, one.rank, one.local[0]) if name),
-        *("SLURM_JOB_NUM_NODES", "PMIX_NAMESPACE", "PMIX_RANK"),
-    )
-)
-
-
-def detect(environ: Environ = os.environ, *, command: str = "jshard train ...") -> Cluster | None:
-    """The cluster that started this process; None for a run of a single process.
-
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID come first. Missing values are taken from the
-    variables of torchrun, Open MPI, MPICH and Intel MPI, Slurm (in a step of srun) or an indexed job of Kubernetes,
-    and on TPU pods from JAX. JAX_NUM_PROCESSES=1 alone makes this process a run by itself.
-
-    Args:
-        environ: the environment variables.
-        command: the command of this process, for the advice of errors.
-
-    Raises:
-        ShardingError: there are several processes, and the variables do not determine all three values; or they are
-            not numbers, or contradict each other.
-    """
-    given = {name: environ[name] for name in _JAX if environ.get(name)}
-    if given.get("JAX_NUM_PROCESSES") == "1" and "JAX_PROCESS_ID" not in given:
-        return None
-    seen = {name: environ[name] for name in _REPORTED if name in environ}
-    launcher = _launcher(environ)
-    place = given if len(given) == len(_JAX) else _filled(given, launcher, environ, seen, command)
-    if place is None:
-        return None
-    local_id, local_size = _local(launcher, environ)
-    cluster = Cluster(
-        kind="jax variables" if len(given) == len(_JAX) else launcher.kind if launcher else "cloud tpu",
-        coordinator=_address(place["JAX_COORDINATOR_ADDRESS"]),
-        num_processes=_number("JAX_NUM_PROCESSES", place["JAX_NUM_PROCESSES"], low=1),
-        process_id=_number("JAX_PROCESS_ID", place["JAX_PROCESS_ID"], low=0),
-        variables=seen,
-        local_id=local_id,
-        local_size=local_size,
-    )
-    if cluster.process_id >= cluster.num_processes:
-        raise ShardingError(
-            "The id of this process is not below the number of processes.",
-            where=cluster.seen(),
-            why=f"process {cluster.process_id} of {cluster.num_processes}; ids go from 0 to "
-            f"{cluster.num_processes - 1}.",
-            do="give each process its own id: JAX_PROCESS_ID=0 for the one at JAX_COORDINATOR_ADDRESS.",
-        )
-    return cluster if cluster.num_processes > 1 else None
-
-
-def _launcher(environ: Environ) -> _Launcher | None:
-    """The first that started several processes, or else the first that started one."""
-    there = [one for one in _LAUNCHERS if _is_there(one, environ)]
-    return next((one for one in there if environ.get(one.size) != "1"), there[0] if there else None)
-
-
-def _is_there(launcher: _Launcher, environ: Environ) -> bool:
-    if launcher.rank not in environ:
-        return False
-    if launcher.kind == "slurm":
-        return _is_step(environ)
-    if launcher.kind == "mpich":
-        return launcher.size in environ and not _is_pmi_of_slurm(environ)
-    if launcher.kind == "kubernetes":  # for pods with TPUs JAX knows more
-        return not any(name in environ for name in ("TPU_WORKER_ID", "MEGASCALE_SLICE_ID"))
-    return launcher.size in environ
-
-
-def _is_step(environ: Environ) -> bool:
-    # The shell of `salloc` is a step of one task on many clusters, while SLURM_NTASKS counts the whole allocation.
-    is_shell = environ.get("SLURM_STEP_NUM_TASKS") == "1" != environ.get("SLURM_NTASKS", "1")
-    return "SLURM_STEP_NODELIST" in environ and "SLURM_NTASKS" in environ and not is_shell
-
-
-def _is_pmi_of_slurm(environ: Environ) -> bool:
-    """Whether srun set MPICH's variables, too, as it does with --mpi=pmi2."""
-    names = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_NTASKS"))
-    return _is_step(environ) and all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in names)
-
-
-def _filled(
-    given: Environ, launcher: _Launcher | None, environ: Environ, seen: Environ, command: str
-) -> dict[str, str] | None:
-    """All three variables; None for a single process."""
-    if launcher is None:
-        found = _of_tpu(environ, seen)
-        if found is None:
-            _require_alone(given, environ, seen, command)
-        return found and {**found, **given}
-    number = given.get("JAX_NUM_PROCESSES") or environ.get(launcher.size)
-    if not number and launcher.kind == "kubernetes":
-        raise ShardingError(
-            "Kubernetes does not report how many processes the job has.",
-            where=[f"{name}={value}" for name, value in seen.items()],
-            why="a pod of an indexed job only receives its own number.",
-            do='in the container of the job, its completions: env: [{name: JAX_NUM_PROCESSES, value: "8"}]\n'
-            'or "1", if each pod is a separate run.',
-        )
-    number = str(_number(launcher.size, number or "", low=1))
-    if number == "1" and "JAX_PROCESS_ID" not in given:
-        return None
-    if not (address := given.get("JAX_COORDINATOR_ADDRESS") or launcher.address(environ)):
-        raise ShardingError(
-            f"{launcher.kind} does not say where its processes meet.",
-            where=[f"{name}={value}" for name, value in seen.items()],
-            why="the address of process 0 is in none of its variables.",
-            do=f"export JAX_COORDINATOR_ADDRESS=$(hostname):12345; {launcher.starts.format(n=number)} {command}\n"
-            "on the machine of process 0; elsewhere with the name of that machine.",
-        )
-    process = given.get("JAX_PROCESS_ID") or str(_number(launcher.rank, environ[launcher.rank], low=0))
-    return dict(zip(_JAX, (address, number, process), strict=True))
-
-
-def _of_tpu(environ: Environ, seen: Environ) -> dict[str, str] | None:
-    """What JAX detects about a TPU pod."""
-    if "TPU_LIBRARY_PATH" not in environ and find_spec("libtpu") is None:
-        return None
-    from jshard import _compat  # here: it imports jax
-
-    # The other variables could be mistaken for a launcher: a shell of salloc, a pod outside an indexed job.
-    others = ("SLURM_", "OMPI_", "KUBERNETES_")
-    try:
-        found = _compat.launcher_cluster({k: v for k, v in environ.items() if not k.startswith(others)})
-    except Exception as error:  # any error of the metadata server
-        raise ShardingError(
-            "The processes of the TPU pod cannot be detected.",
-            where=[f"{name}={value}" for name, value in seen.items()] or "a machine with TPUs",
-            why=f"{type(error).__name__}: {error}",
-            do="set the variables by hand: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I",
-        ) from error
-    return found and dict(zip(_JAX, map(str, found[1:]), strict=True))
-
-
-def _local(launcher: _Launcher | None, environ: Environ) -> tuple[int | None, int | None]:
-    """The id of this process among those of its machine, and their number, if the launcher gives them."""
-    if launcher is None:
-        return None, None
-    id_name, size_name = launcher.local
-    size = _tasks_of_node(environ) if launcher.kind == "slurm" else environ.get(size_name)
-    return (
-        _number(id_name, environ[id_name], low=0) if id_name in environ else None,
-        None if size is None else _number(size_name, str(size), low=1),
-    )
-
-
-def _tasks_of_node(environ: Environ) -> int | None:
-    """Slurm's list, such as "8(x3),2", at the position of this node."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    tasks = [int(count) for count, times in found for _ in range(int(times or 1))]
-    node = int(environ.get("SLURM_NODEID", "0"))
-    return tasks[node] if node < len(tasks) else None
-
-
-def _require_alone(given: Environ, environ: Environ, seen: Environ, command: str) -> None:
-    """Refuses signs of several processes if no launcher started this process as one of them."""
-    if given:
-        raise ShardingError(
-            "The variables that describe the cluster are half set.",
-            where=[f"{name}={given[name]}" if name in given else f"{name} is not set" for name in _JAX],
-            why=f"{len(given)} of 3 are set, and no launcher (srun, mpirun, Kubernetes) provides the rest.",
-            do="set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I\n"
-            f"or none, for one process: env {' '.join(f'-u {name}' for name in given)} {command}",
-        )
-    alone = f"JAX_NUM_PROCESSES=1 {command}"
-    counts = {name: environ.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")}
-    if "SLURM_JOB_ID" in environ and any(count != "1" for count in counts.values()):
-        raise ShardingError(
-            "Slurm's job has several tasks, and this process is in none of its steps.",
-            where=[f"{name}={value}" for name, value in seen.items()],
-            why="srun starts one process per task; a batch script, and the shell of salloc, is one process.",
-            do=f"srun {command}\nor, for one process: {alone}",
-        )
-    if "PMIX_RANK" in environ:
-        raise ShardingError(
-            "PMIx does not report how many processes there are.",
-            where=[f"{name}={value}" for name, value in seen.items()],
-            why="PMIX_RANK is the id of this process, and no variable has their number.",
-            do="prterun -n 4 -x JAX_COORDINATOR_ADDRESS=$(hostname):12345 -x JAX_NUM_PROCESSES=4 bash -c "
-            f"{shlex.quote(f'JAX_PROCESS_ID=$PMIX_RANK {command}')}\nor, for one process: {alone}",
-        )
-
-
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise _unreadable("JAX_COORDINATOR_ADDRESS", text, "a host name, a colon and a port from 1 to 65535")
-    return text
-
-
-def _number(name: str, text: str, *, low: int) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) >= low):
-        raise _unreadable(name, text, f"a whole number, {low} or more")
-    return int(text)
-
-
-def _unreadable(name: str, text: str, wanted: str) -> ShardingError:
-    return ShardingError(
-        f"{name} cannot be read.",
-        where=f"{name}={text}",
-        why=f"it is {wanted}.",
-        do="JAX_COORDINATOR_ADDRESS=node001:12345 JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I, with I from 0 to N - 1.",
-    )

@@ -6,9 +6,8 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from jshard.launch.messages import LINE_BYTES, decoded, encoded
+from jshard.launch.messages import LINE_BYTES, Message, decoded, encoded
 
 GOODBYE_S = 2.0
 """How long a closing connection waits for the other side to read its last message."""
@@ -39,32 +38,33 @@ class Link:
         self.pending = b""
         self.closed = False
         self._received = b""
-        self._sent_at = self._heard_at = time.monotonic()
+        self._sent_at_s = time.monotonic()
+        self._heard_at_s = self._sent_at_s
 
     @property
     def silent_s(self) -> float:
-        """Time since the last data from the other side."""
-        return time.monotonic() - self._heard_at
+        """Returns the time since the last data from the other side."""
+        return time.monotonic() - self._heard_at_s
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a message now or, if the other side is slow, with a later one."""
         self.send_line(encoded(message))
 
     def send_line(self, line: bytes) -> None:
         """Sends a line, such as a sealed message."""
         self.pending += line + b"\n"
-        self._sent_at = time.monotonic()
+        self._sent_at_s = time.monotonic()
         self._flush()
 
-    def beat(self, every_s: float, said: Any = None) -> None:
+    def beat(self, every_s: float, state: Mapping[str, object] | None = None) -> None:
         """Sends a sign of life if the last message is older than `every_s`."""
-        if time.monotonic() - self._sent_at >= every_s:
-            self.send({"beat": said})
+        if time.monotonic() - self._sent_at_s >= every_s:
+            self.send({"beat": state})
         else:
             self._flush()
 
     def line(self) -> bytes | None:
-        """The next line, undecoded; None if it has not arrived. Never reads more than the longest line."""
+        """Returns the next line, undecoded; None if it has not arrived. Never reads more than the longest line."""
         line, end, rest = self._received.partition(b"\n")
         if not end:
             self._read()
@@ -79,14 +79,17 @@ class Link:
         return line
 
     def lines(self) -> list[bytes]:
-        """The lines received since the last call, undecoded."""
+        """Returns the lines received since the last call, undecoded."""
         lines: list[bytes] = []
-        while len(lines) < _LINES and (line := self.line()) is not None:
+        while len(lines) < _LINES:
+            line = self.line()
+            if line is None:
+                break
             lines.append(line)
         return lines
 
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages received since the last call."""
+    def receive(self) -> list[Message]:
+        """Returns the messages received since the last call; closes the link at anything else."""
         messages = []
         for line in self.lines():
             message = decoded(line)
@@ -113,14 +116,17 @@ class Link:
         if not data:
             self.closed = True
             return
-        self._heard_at = time.monotonic()
+        self._heard_at_s = time.monotonic()
         self._received += data
 
     def _flush(self) -> None:
+        """Sends what the socket accepts now."""
         try:
             while self.pending and not self.closed:
-                self.pending = self.pending[self.socket.send(self.pending) :]
+                sent_bytes = self.socket.send(self.pending)
+                self.pending = self.pending[sent_bytes:]
         except BlockingIOError:
+            # The other side does not read. Its messages would fill the memory of this one.
             self.closed = len(self.pending) > _PENDING_BYTES
         except OSError:
             # The last messages of the other side are still unread: `line` will find the end.
@@ -130,25 +136,35 @@ class Link:
 def close_all(links: Iterable[Link]) -> None:
     """Closes links after the other sides have read all messages, within `GOODBYE_S` in total."""
     links = list(links)
-    deadline = time.monotonic() + GOODBYE_S
+    deadline_s = time.monotonic() + GOODBYE_S
     for link in links:
         with contextlib.suppress(OSError):
-            link.socket.settimeout(max(deadline - time.monotonic(), 0.01))
+            link.socket.settimeout(max(deadline_s - time.monotonic(), 0.01))
             link.socket.sendall(link.pending)
             link.socket.shutdown(socket.SHUT_WR)
     for link in links:
         # Closing at once with unread data here would reset the connection and lose our last message there.
-        with contextlib.suppress(OSError):
-            while (left_s := deadline - time.monotonic()) > 0:
-                link.socket.settimeout(left_s)
-                if not link.socket.recv(65536):
-                    break
+        _read_to_end(link.socket, deadline_s)
         link.drop()
 
 
+def _read_to_end(sock: socket.socket, deadline_s: float) -> None:
+    """Reads until the other side has closed, too."""
+    with contextlib.suppress(OSError):
+        left_s = deadline_s - time.monotonic()
+        while left_s > 0:
+            sock.settimeout(left_s)
+            if not sock.recv(65536):
+                return
+            left_s = deadline_s - time.monotonic()
+
+
 def _peer(sock: socket.socket) -> str:
+    """Returns the address of the other side; an IPv4 address in its usual form."""
     try:
         name = sock.getpeername()
     except OSError:  # it has closed
         return "unknown"
-    return str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else "local"
+    if not isinstance(name, tuple):
+        return "local"
+    return str(name[0]).removeprefix("::ffff:")

@@ -24,13 +24,16 @@ _INTEGER_DIGITS = 18  # fits into 64 bits; Python itself would take thousands
 
 T = TypeVar("T")
 
+Message = dict[str, Any]
+"""A JSON object. What it has is not known before `parsed` has checked it."""
 
-def encoded(message: Mapping[str, Any]) -> bytes:
+
+def encoded(message: Mapping[str, object]) -> bytes:
     """Encodes a message as a line, without its end."""
     return json.dumps(message).encode()
 
 
-def decoded(line: bytes) -> dict[str, Any] | None:
+def decoded(line: bytes) -> Message | None:
     """Decodes a line; None if it is too long, or anything but one JSON object of plain values.
 
     JSON as Python reads it has more: NaN, integers of any size, keys that occur twice, and half characters that no
@@ -48,13 +51,13 @@ def decoded(line: bytes) -> dict[str, Any] | None:
     return message
 
 
-def sealed(message: Mapping[str, Any], token: bytes, nonce: str) -> bytes:
+def sealed(message: Mapping[str, object], token: bytes, nonce: str) -> bytes:
     """Encodes a message with the proof, for the creator of the nonce, that the sender knows the token."""
     body = encoded(message)
     return _proof(body, token, nonce) + b" " + body
 
 
-def opened(line: bytes, token: bytes, nonce: str) -> dict[str, Any] | None:
+def opened(line: bytes, token: bytes, nonce: str) -> Message | None:
     """Decodes a sealed line; None if its proof is wrong. Until then only its length is looked at."""
     if len(line) > LINE_BYTES:
         return None
@@ -64,12 +67,12 @@ def opened(line: bytes, token: bytes, nonce: str) -> dict[str, Any] | None:
     return decoded(body)
 
 
-def with_token(message: Mapping[str, Any], token: str) -> bytes:
+def with_token(message: Mapping[str, object], token: str) -> bytes:
     """Encodes a message with the token itself, for a receiver that gave it to this process."""
     return token.encode() + b" " + encoded(message)
 
 
-def without_token(line: bytes, token: str) -> dict[str, Any] | None:
+def without_token(line: bytes, token: str) -> Message | None:
     """Decodes a line of `with_token`; None if it has another token. Until then only its length is looked at."""
     if len(line) > LINE_BYTES:
         return None
@@ -79,7 +82,7 @@ def without_token(line: bytes, token: str) -> dict[str, Any] | None:
     return decoded(body)
 
 
-def parsed(kind: type[T], message: Any) -> T | None:
+def parsed(kind: type[T], message: object) -> T | None:
     """Parses a dataclass of plain values; None if a field is missing, unknown, or of another type."""
     types = _types(kind)
     if not isinstance(message, dict) or message.keys() != types.keys():
@@ -91,11 +94,11 @@ def parsed(kind: type[T], message: Any) -> T | None:
 
 @functools.cache
 def _types(kind: type) -> dict[str, tuple[type, ...]]:
-    """The allowed types of each field."""
+    """Returns the allowed types of each field: those of a union, or the only one."""
     return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
 
 
-def _fits(value: Any, types: tuple[type, ...]) -> bool:
+def _fits(value: object, types: tuple[type, ...]) -> bool:
     if isinstance(value, bool):  # also an int for Python
         return bool in types
     return isinstance(value, types)
@@ -105,7 +108,8 @@ def _proof(body: bytes, token: bytes, nonce: str) -> bytes:
     return hmac.new(token, nonce.encode() + b"|" + body, hashlib.sha256).hexdigest().encode()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> Message:
+    """Makes an object of its pairs, each key once: two readers could see different values under one key."""
     message = dict(pairs)
     if len(message) < len(pairs):
         raise ValueError("a key occurs twice")

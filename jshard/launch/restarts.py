@@ -7,14 +7,15 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from jshard._text import counted
 from jshard.errors import RunError
 from jshard.launch.cluster import RESUME
 from jshard.launch.peers import Ending
 
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
 _MOST_FRUITLESS = 3
 _ATTEMPT = "JSHARD_ATTEMPT"
 
@@ -42,14 +43,15 @@ class Restarts:
     wait_s: float = 60.0
     keeps_copies: bool = False
 
-    def usable(self, came: int, of: int) -> int:
-        """How many of the processes that came can take part; 0 if they are too few."""
-        return max((count for count in (of, *(self.meshes or ())) if count <= came), default=0)
+    def usable(self, came: int, launched: int) -> int:
+        """Returns how many of the processes that came can take part; 0 if they are too few."""
+        usable = [count for count in (launched, *(self.meshes or ())) if count <= came]
+        return max(usable, default=0)
 
 
 @dataclasses.dataclass(kw_only=True)
 class History:
-    """The results of a run's attempts, as known to one supervisor.
+    """The results of a run's attempts, as known to one supervisor. It is sent to the others field by field.
 
     Attributes:
         left: the number of losses still allowed.
@@ -73,28 +75,36 @@ class History:
     lost: str | None = None
     lost_at: float = 0.0
 
-    def note(
+    def record(
         self, lost: Ending, *, step: int | None, checkpoint: str | None, copy: int | None, folder: str | None
     ) -> None:
         """Records how an attempt ended, and the last reports of its workers."""
-        step = max((each for each in (lost.step, step) if each is not None), default=None)
+        step = _highest(lost.step, step)
         checkpoint = checkpoint or lost.checkpoint
-        is_new = step is not None and step > (-1 if self.step is None else self.step)
-        is_new |= checkpoint is not None and checkpoint != self.checkpoint
-        self.fruitless = 0 if is_new else self.fruitless + 1
-        self.step = max((each for each in (self.step, step) if each is not None), default=None)
-        self.checkpoint, self.folder = checkpoint or self.checkpoint, folder or self.folder
+        is_later_step = step is not None and (self.step is None or step > self.step)
+        is_new_checkpoint = checkpoint is not None and checkpoint != self.checkpoint
+        if is_later_step or is_new_checkpoint:
+            self.fruitless = 0
+        else:
+            self.fruitless += 1
+        self.step = _highest(self.step, step)
+        self.checkpoint = checkpoint or self.checkpoint
+        self.folder = folder or self.folder
         self.copy = copy or self.copy
-        self.lost, self.lost_at = f"{lost.who}: {lost.how}", time.time()
+        # As text: the next worker receives it in an environment variable.
+        self.lost = f"{lost.who}: {lost.how}"
+        self.lost_at = time.time()
         self.left -= 1
 
     def begin(self, others: Iterable[History] = ()) -> None:
         """Starts another attempt: the leader takes over the history of the process with the newest attempt."""
-        vars(self).update(vars(max((self, *others), key=lambda one: one.attempt)))
+        # A leader that its launcher restarted knows of no attempt: the number must not start again from 1.
+        newest = max((self, *others), key=lambda history: history.attempt)
+        vars(self).update(vars(newest))
         self.attempt += 1
 
     def allows(self, lost: Ending) -> bool:
-        """Whether the run is restarted after a loss. A failure with a reason would recur."""
+        """Returns whether the run is restarted after a loss. A failure with a reason would recur."""
         return self.left > 0 and lost.run_code == RESUME
 
     def check_worth(self) -> None:
@@ -113,29 +123,48 @@ class History:
 
     @property
     def not_met(self) -> type[RunError]:
-        """The error of a meeting to which too few came."""
+        """Returns the class of the error of a meeting to which too few came."""
         return RunError if self.lost is None else NotRestarted
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next attempt: longer after each one without progress."""
-        return min(_PAUSE_S * 2**self.fruitless, _LONGEST_PAUSE_S) if self.fruitless < _MOST_FRUITLESS else 0.0
+        """Returns how long to wait before the next attempt: longer after each one without progress."""
+        if self.fruitless >= _MOST_FRUITLESS:
+            return 0.0  # there is no next one
+        return min(_PAUSE_S * 2**self.fruitless, _LONGEST_PAUSE_S)
 
     def line(self, *, num_processes: int) -> str:
-        """The line printed when the run is restarted."""
-        origins = [] if self.copy is None else [f"the copy in memory of step {self.copy}"]
-        origins += [] if self.checkpoint is None else [self.checkpoint]
-        origin = f"from {', or '.join(origins)}" if origins else "(no checkpoint was reported yet)"
+        """Returns the line printed when the run is restarted."""
+        origins = []
+        if self.copy is not None:
+            origins.append(f"the copy in memory of step {self.copy}")
+        if self.checkpoint is not None:
+            origins.append(self.checkpoint)
+        origin = "(no checkpoint was reported yet)"
+        if origins:
+            origin = f"from {', or '.join(origins)}"
         number = f"{num_processes} process{'es' if num_processes > 1 else ''}"
         return f"lost {self.lost}. It continues {origin} with {number}; restarts left: {self.left}."
 
     def environ(self) -> dict[str, str]:
-        """The part of it that a worker receives."""
+        """Returns what a worker receives of it, as environment variables."""
         if self.lost is None:
             return {}
         return {_ATTEMPT: json.dumps({"attempt": self.attempt, "cause": self.lost, "ended_at": self.lost_at})}
 
 
-def of_this_attempt(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What a worker knows of the previous attempt: "attempt", "cause" and "ended_at"; empty in the first one."""
+def _highest(*steps: int | None) -> int | None:
+    return max((step for step in steps if step is not None), default=None)
+
+
+class AttemptBefore(TypedDict, total=False):
+    """What a worker knows of the attempt before."""
+
+    attempt: int
+    cause: str
+    ended_at: float
+
+
+def previous_attempt(environ: Mapping[str, str] = os.environ) -> AttemptBefore:
+    """Returns what a worker knows of the attempt before; {} in the first one."""
     return json.loads(environ.get(_ATTEMPT, "{}"))

@@ -1,11 +1,8 @@
-"""Stalls: a run without progress is reported, with the process that is behind and its position, and ends.
+"""Stalls: a run without progress is reported, with the process that is behind and its status, and ends.
 
-The loop reports its phase (`doing`) and the completed steps (`step_done`). A watch in its own thread checks whether
+The loop reports its phase (`set_phase`) and the completed steps (`step_done`). A watch in its own thread checks whether
 anything has changed within the deadline. In a run of a single process it reports and ends the process; otherwise it
-informs the supervisor, which requests the positions of all processes and names the one that is behind.
-
-All processes of a run pass the same marks in the same order. So the one that has passed the fewest is behind; among
-equals one that is stopped, and then one whose main thread does not wait for others.
+informs the supervisor, which requests the status of all processes and names the one that is behind.
 """
 
 from __future__ import annotations
@@ -20,124 +17,44 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jshard import _stacks
-from jshard._files import write_text
-from jshard.errors import RunError
-from jshard.launch.cluster import RESUME, StopSignal, check_seconds, stopped_code, unsaved_text
+from jshard.launch import phases
+from jshard.launch.cluster import RESUME, check_seconds, stopped_code
+from jshard.launch.process_status import WorkerState, process_status, stalled_error
+from jshard.launch.stop_signal import StopSignal, unsaved_text
 
-DATA, STEP, EVALUATION, SAVE = "waiting for data", "in a step", "evaluating", "saving"
-MEETING, OTHER = "meeting the others between two steps", "at work between two steps"
-PROFILE, SAMPLE = "writing a profile", "writing the sample"
-STARTING, COMPILING = "starting", "compiling"
-_LONG, _SHORT = (SAVE, PROFILE, SAMPLE), (DATA, STEP, EVALUATION, MEETING, OTHER)
-LEAST_S, MOST_S, MEDIANS = 60.0, 1800.0, 20
+LEAST_S = 60.0
+MOST_S = 1800.0
+MEDIANS = 20
 """The limit of a step is this multiple of the median, within these bounds; that of a save is the upper bound."""
 _WARN_S = 60.0
-_NEEDED = 5  # steps, for a median
+_STEPS_FOR_MEDIAN = 5
+_MEASURED_STEPS = 101
 _TICK_S = 0.25
-_STUCK_S = 1.0
-_FRAMES, _TEXT = 4, 300
-# Functions in which a main thread waits for the devices, for Orbax, or for a meeting of the processes.
-_WAITS = ("/jax/_src/", "/jaxlib/", "/orbax/", "/tensorstore/", "jshard/_processes.py:")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stand:
-    """The position of a process in a stalled run.
+@dataclasses.dataclass(frozen=True)
+class Deadline:
+    """The limit of a phase.
 
-    Args:
-        phase: a description of its phase.
-        marks: the number of marks passed.
-        idle_s: seconds since the last one.
-        deadline: a description of its limit, and the reason for it.
-        state: the state of the process, if it does not run: "T (stopped)".
-        waits: whether its main thread waits for other processes.
-        place: the innermost frames, a line each; those of the data reader, if it waits for data.
-        asked: whether it was asked to stop, and did not in time.
-        folder: the folder of the stacks.
+    Attributes:
+        limit_s: None: the phase may take any time.
+        text: a description of the limit, and the reason for it.
     """
 
-    phase: str = "starting"
-    marks: int = 0
-    idle_s: float = 0.0
-    deadline: str = ""
-    state: str = ""
-    waits: bool = False
-    place: str = ""
-    asked: bool = False
-    folder: str = ""
+    limit_s: float | None
+    text: str = ""
 
     @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts the one that is behind to the front."""
-        return self.state[:1].upper() != "T", self.marks, self.waits
-
-
-def is_stuck(noted: Mapping[str, Any]) -> bool:
-    """Whether a process whose peer is gone makes no progress between the marks of the loop, so waits for that peer."""
-    return bool(noted.get("warn_s")) and noted.get("idle_s", 0.0) >= _STUCK_S
-
-
-def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None) -> Stand:
-    """The position of a process of this machine, from the notes of its watch; its stacks go into a file."""
-    phase = str(noted.get("phase", "starting"))
-    main, *others = [(one, _stacks.stacks(one)) for one in (pid, *_stacks.children(pid))]
-    workers = [(worker, one) for worker, one in others if one is not None]
-    own = main[1]
-    place = () if own is None else own.main[:_FRAMES]
-    if phase == DATA:
-        place = _place_of_data(own, workers) or place
-    folder = str(noted.get("stalls") or "")
-    if folder:
-        name = f"step-{step or 0}-process-{process}.txt"
-        text = "\n".join(f"{one.name}, {phase}\n{one.text}" for one in (own, *(one for _, one in workers)) if one)
-        with contextlib.suppress(OSError):  # a full disk: the report has the important place
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_text(Path(folder, name), text)
-    return Stand(
-        phase=phase,
-        marks=int(noted.get("marks", 0)),
-        idle_s=float(noted.get("idle_s", 0.0)),
-        deadline=str(noted.get("deadline", "")),
-        state=_stacks.state(pid),
-        waits=bool(place) and any(words in place[0] for words in _WAITS),
-        place="\n".join(line[-_TEXT:] for line in place),
-        asked=noted.get("stalled") == "asked",
-        folder=folder,
-    )
-
-
-def _place_of_data(main: _stacks.Stacks | None, workers: list[tuple[int, _stacks.Stacks]]) -> tuple[str, ...]:
-    """The place that delays the data: a worker process that is stopped or reads a sample, or a thread."""
-    for pid, one in workers:
-        stopped = _stacks.state(pid)
-        if stopped[:1] == "T" or (one.main and "multiprocessing/connection.py" not in one.main[0]):
-            return f"{one.name} (pid {pid}){f', {stopped}' if stopped else ''}", *one.main[:_FRAMES]
-    for frames in () if main is None else main.others:
-        if any("jshard/data/" in line for line in frames):
-            return frames[:_FRAMES]
-    return ()
-
-
-def stalled_error(one: Stand, *, who: str, what: str, lines: list[str], others: str, again: str) -> RunError:
-    """The error of a run that is stalled, or did not stop in time, with the position of the process that is behind."""
-    phase = f"{one.phase}{f', {one.state}' if one.state else ''}"
-    ended = (
-        f"It was asked to stop, and did not within {one.deadline}"
-        if one.asked
-        else (f"no progress for {one.idle_s:.0f} s; allowed: {one.deadline}")
-    )
-    kept = f"\nthe stacks of all processes: {one.folder}" if one.folder else ""
-    return RunError(
-        f"{what} did not stop in time: {phase}." if one.asked else f"{what} is stalled: {phase}.",
-        where=[who, *one.place.splitlines(), *lines],
-        why=f"{ended}.{others}{kept}",
-        do=again,
-    )
+    def warn_s(self) -> float | None:
+        """Returns the time without progress after which a line is printed; None without a limit."""
+        if self.limit_s is None:
+            return None
+        return min(_WARN_S, self.limit_s / 4)
 
 
 class StallWatch:
@@ -158,17 +75,26 @@ class StallWatch:
         for option, value in (("--stall-timeout", timeout_s), ("--stop-deadline", stop_s)):
             if value is not None:
                 check_seconds(option, value, usual=600)
-        self.timeout_s, self.stop_s = timeout_s, stop_s
-        self.phase, self.marks, self.step = STARTING, 0, 0
+        self.timeout_s = timeout_s
+        self.stop_s = stop_s
+        self._again = again or "the same command with --resume"
+        # Written by the main thread, read by that of the watch.
+        self.phase = phases.STARTING
+        self.marks = 0
+        self.step = 0
+        self._step_done_s: float | None = None
+        self._step_times_s: collections.deque[float] = collections.deque(maxlen=_MEASURED_STEPS)
+        # Written by the thread of the watch.
+        self._idle_s = 0.0
+        self._warned_s = 0.0
+        self._stalled = ""  # "stalled", or "asked" if it was asked to stop
+        self._median_s: float | None = None  # of the steps, once there are enough
+        # Set by `over`.
         self._stop = StopSignal()
+        self._folder = ""
         self._say: Callable[[str], object] = lambda line: None
-        self._alone: Callable[[], str] | None = None
-        self._again, self._folder = again, ""
-        self._idle_s, self._warned_s, self._stalled = 0.0, 0.0, ""
-        self._spans: collections.deque[float] = collections.deque(maxlen=101)
-        self._median_s: float | None = None  # of the steps, once there are enough; the watch's thread computes it
-        self._done_at = 0.0
-        self._over = threading.Event()
+        self._describe_saved: Callable[[], str] | None = None
+        self._is_over = threading.Event()
 
     @contextlib.contextmanager
     def over(
@@ -176,7 +102,7 @@ class StallWatch:
         folder: Path,
         *,
         stop: StopSignal,
-        alone: Callable[[], str] | None,
+        describe_saved: Callable[[], str] | None,
         say: Callable[[str], object],
     ) -> Iterator[None]:
         """Watches while the context is open.
@@ -184,126 +110,149 @@ class StallWatch:
         Args:
             folder: for the stacks of a stall; created when one occurs.
             stop: the signals that ask the run to stop.
-            alone: for a process without supervisor, which ends itself: returns a description of what is saved. None
-                for the others.
+            describe_saved: for a process without supervisor, which ends itself: describes what is saved. None for the
+                others.
             say: prints the line of a run without progress.
         """
         global _watch
         self._folder = str(folder)
         self._stop = stop
-        self._alone = alone
+        self._describe_saved = describe_saved
         self._say = say
         _stacks.ready("the run")
-        _watch, before = self, _watch
+        outer_watch = _watch
+        _watch = self
         thread = threading.Thread(target=self._run, daemon=True, name="jshard-stall")
         thread.start()
         try:
             yield
         finally:
-            self._over.set()
+            self._is_over.set()
             thread.join(1.0)
-            _watch = before
+            _watch = outer_watch
 
-    def doing(self, phase: str) -> None:
-        """A mark: the main thread enters this phase."""
+    def set_phase(self, phase: str) -> None:
+        """Passes a mark: the main thread enters this phase."""
         self.phase = phase
         self.marks += 1
 
     def step_done(self, step: int) -> None:
-        """A step's result was read."""
+        """Records that a step's result was read."""
         now_s = time.monotonic()
-        if self._done_at:
-            self._spans.append(now_s - self._done_at)
-        self._done_at, self.step = now_s, step
+        if self._step_done_s is not None:
+            self._step_times_s.append(now_s - self._step_done_s)
+        self._step_done_s = now_s
+        self.step = step
 
-    def deadline(self) -> tuple[float | None, str]:
-        """The limit of the phase, None without one; and a description of it."""
-        if self.phase not in (*_LONG, *_SHORT):
-            return None, ""
-        if self.phase in _LONG or not self._done_at:  # before the first step other processes may still compile
-            limit_s, why = max(self.timeout_s or 0.0, MOST_S), ""
-        elif self.timeout_s is not None:
-            limit_s, why = self.timeout_s, " (--stall-timeout)"
-        elif self._median_s is None:
-            limit_s, why = MOST_S, f" (fewer than {_NEEDED} steps are measured)"
-        else:
-            limit_s = max(LEAST_S, min(MOST_S, MEDIANS * self._median_s))
-            why = f" ({MEDIANS} x the median step of {self._median_s:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s)"
-        return limit_s, f"{limit_s:.0f} s{why}"
+    def deadline(self) -> Deadline:
+        """Returns the limit of the phase."""
+        if self.phase in phases.LONG:
+            return self._long_deadline()
+        if self.phase not in phases.SHORT:
+            return Deadline(None)
+        if self._step_done_s is None:  # before the first step other processes may still compile
+            return self._long_deadline()
+        if self.timeout_s is not None:
+            return Deadline(self.timeout_s, f"{self.timeout_s:.0f} s (--stall-timeout)")
+        if self._median_s is None:
+            return Deadline(MOST_S, f"{MOST_S:.0f} s (fewer than {_STEPS_FOR_MEDIAN} steps are measured)")
+        limit_s = max(LEAST_S, min(MOST_S, MEDIANS * self._median_s))
+        reason = f"{MEDIANS} x the median step of {self._median_s:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s"
+        return Deadline(limit_s, f"{limit_s:.0f} s ({reason})")
 
-    def noted(self) -> dict[str, Any]:
-        """The notes for the supervisor."""
-        deadline_s, why = self.deadline()
-        found: dict[str, Any] = {
+    def _long_deadline(self) -> Deadline:
+        limit_s = max(self.timeout_s or 0.0, MOST_S)
+        return Deadline(limit_s, f"{limit_s:.0f} s")
+
+    def state(self) -> WorkerState:
+        """Returns what the supervisor is informed of."""
+        deadline = self.deadline()
+        state: WorkerState = {
             "phase": self.phase,
             "marks": self.marks,
             "idle_s": round(self._idle_s, 1),
             "stalls": self._folder,
-            "warn_s": None if deadline_s is None else min(_WARN_S, deadline_s / 4),
+            "warn_s": deadline.warn_s,
         }
         if self._stalled:
-            asked = f"{self.stop_s or 0.0:.0f} s (--stop-deadline)"
-            found |= {"stalled": self._stalled, "deadline": asked if self._stalled == "asked" else why}
-        return found
+            state["stalled"] = self._stalled
+            state["deadline"] = deadline.text
+        if self._stalled == "asked":
+            state["deadline"] = f"{self.stop_s or 0.0:.0f} s (--stop-deadline)"
+        return state
 
     def _run(self) -> None:
-        seen, last_s = self.marks, time.monotonic()
-        while not self._over.wait(_TICK_S):
+        seen_marks = self.marks
+        last_s = time.monotonic()
+        while not self._is_over.wait(_TICK_S):
             now_s = time.monotonic()
             # Not the clock: time in which this thread did not run either, as in a stopped process, is not a stall.
-            passed_s, last_s = min(now_s - last_s, 4 * _TICK_S), now_s
-            self._idle_s = self._idle_s + passed_s if self.marks == seen else 0.0
-            seen = self.marks
+            passed_s = min(now_s - last_s, 4 * _TICK_S)
+            last_s = now_s
+            if self.marks == seen_marks:
+                self._idle_s += passed_s
+            else:
+                self._idle_s = 0.0
+            seen_marks = self.marks
             self._measure()
             self._look(now_s)
 
     def _measure(self) -> None:
-        spans = list(self._spans)
-        self._median_s = statistics.median(spans) if len(spans) >= _NEEDED else None
+        # A copy: the main thread may append meanwhile, and `median` would raise.
+        step_times_s = list(self._step_times_s)
+        self._median_s = None
+        if len(step_times_s) >= _STEPS_FOR_MEDIAN:
+            self._median_s = statistics.median(step_times_s)
 
     def _look(self, now_s: float) -> None:
-        deadline_s, _ = self.deadline()
-        asked_s = self._stop.asked_s()
-        if self._stop.asked_by is not None:
-            self._end_unless_needed(self._stop.asked_by)
-        if self.stop_s is not None and asked_s is not None and now_s - asked_s > self.stop_s:
-            self._stalled = "asked"
-        elif deadline_s is not None and self._idle_s > deadline_s:
-            self._stalled = "stalled"
-        else:
-            self._stalled = ""
-        if self._alone is None:  # the next sign of life reports it to the supervisor
+        """Ends the run if it is stalled, or does not stop in time."""
+        stop_requested_at_s = self._stop.stop_requested_at_s()
+        if self._stop.requested_by is not None:
+            self._end_unless_needed(self._stop.requested_by)
+        deadline = self.deadline()
+        self._stalled = self._is_stalled(now_s, stop_requested_at_s, deadline)
+        if self._describe_saved is None:  # the next sign of life reports it to the supervisor
             return
         if self._stalled:
-            self._end_alone(self._alone())
-        elif deadline_s is not None:
-            self._warned_s = warn(self._idle_s, self._warned_s, min(_WARN_S, deadline_s / 4), self.phase, self._say)
+            self._end_alone(self._describe_saved())
+        elif deadline.warn_s is not None:
+            self._warned_s = warn(self._idle_s, self._warned_s, deadline.warn_s, self.phase, self._say)
+
+    def _is_stalled(self, now_s: float, stop_requested_at_s: float | None, deadline: Deadline) -> str:
+        """Returns "asked" if the run does not stop in time, "stalled" if it makes no progress, and else ""."""
+        if stop_requested_at_s is not None:
+            waited_s = now_s - stop_requested_at_s
+            if self.stop_s is not None and waited_s > self.stop_s:
+                return "asked"
+        if deadline.limit_s is not None and self._idle_s > deadline.limit_s:
+            return "stalled"
+        return ""
 
     @property
     def _is_preparing(self) -> bool:
-        """Whether this start of the run has nothing to save, and the main thread may not hear a signal for minutes."""
-        return not self._done_at and (self.phase == STARTING or self.phase.startswith(COMPILING))
+        """Returns whether this start has nothing to save, and the main thread may not hear a signal for minutes."""
+        is_before_steps = self.phase == phases.STARTING or self.phase.startswith(phases.COMPILING)
+        return self._step_done_s is None and is_before_steps
 
-    def _end_unless_needed(self, asked_by: signal.Signals) -> None:
+    def _end_unless_needed(self, requested_by: signal.Signals) -> None:
         """Ends a run that was asked to stop and has nothing to save, or was asked twice."""
-        if self._stop.is_insisted and self._alone is not None:
-            _end_now(unsaved_text(asked_by), code=128 + asked_by)
+        is_alone = self._describe_saved is not None
+        if self._stop.is_insisted and is_alone:
+            _end_now(unsaved_text(requested_by), code=128 + requested_by)
         # All processes of one machine get the signal. In a cluster it may be only one, and they stop together.
-        is_for_all = self._alone is not None or os.environ.get("JSHARD_CLUSTER") == "local"
+        is_for_all = is_alone or os.environ.get("JSHARD_CLUSTER") == "local"
         if self._is_preparing and is_for_all:
-            again = self._again or "the same command with --resume"
-            text = f"\n{asked_by.name} while {self.phase}: nothing is trained yet, and the run ends at once.\n"
-            _end_now(f"{text}continue it with: {again}\n", code=stopped_code(asked_by))
+            reason = f"{requested_by.name} while {self.phase}: nothing is trained yet, and the run ends at once."
+            _end_now(f"\n{reason}\ncontinue it with: {self._again}\n", code=stopped_code(requested_by))
 
-    def _end_alone(self, kept: str) -> None:
-        one = stand(os.getpid(), self.noted(), process=0, step=self.step)
+    def _end_alone(self, saved: str) -> None:
         error = stalled_error(
-            one,
+            process_status(os.getpid(), self.state(), process=0, step=self.step),
             who=f"pid {os.getpid()}",
             what="The run",
-            lines=[f"last step: {self.step}", kept],
+            lines=[f"last step: {self.step}", saved],
             others="",
-            again=self._again or "the same command with --resume",
+            again=self._again,
         )
         _end_now(f"\n{type(error).__name__}: {error}\n", code=RESUME)
 
@@ -331,10 +280,10 @@ def warn(idle_s: float, warned_s: float, first_s: float, where: str, say: Callab
 _watch: StallWatch | None = None
 
 
-def doing(phase: str) -> None:
+def set_phase(phase: str) -> None:
     """Reports the new phase of the main thread; has no effect without a watch."""
     if _watch is not None:
-        _watch.doing(phase)
+        _watch.set_phase(phase)
 
 
 def step_done(step: int) -> None:
@@ -343,6 +292,8 @@ def step_done(step: int) -> None:
         _watch.step_done(step)
 
 
-def noted() -> dict[str, Any]:
-    """The notes of this process's watch for the supervisor."""
-    return {"warn_s": None} if _watch is None else _watch.noted()
+def state_of_watch() -> WorkerState:
+    """Returns what this process's watch reports to the supervisor."""
+    if _watch is None:
+        return {"warn_s": None}
+    return _watch.state()

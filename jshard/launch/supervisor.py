@@ -1,27 +1,23 @@
-"""The supervisor of a run in several processes: starts the workers, watches them, and reports which one was lost."""
+"""The supervisor of a run in several processes: it starts the workers, and again after a loss if that is allowed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jshard._streams import open_standard_streams
-from jshard.errors import FourPartError, RunError, ShardingError, is_request, printable
-from jshard.launch import stall, worker_process
-from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, Signals, stopped_code
+from jshard.errors import FourPartError, is_request
+from jshard.launch import worker_process
+from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, stopped_code
 from jshard.launch.keeper import Keeper
-from jshard.launch.peers import Ending, Peers, cause
-from jshard.launch.rendezvous import Group, RollCall
+from jshard.launch.peers import Ending, Peers
+from jshard.launch.rendezvous import Group, Rendezvous
 from jshard.launch.restarts import History, NotRestarted, Restarts
+from jshard.launch.stop_signal import Signals
+from jshard.launch.supervised_attempt import SupervisedAttempt, say, signal_name
 from jshard.launch.worker_process import WorkerProcess
-
-VERDICT_S = 3.0
-"""How long a supervisor waits for process 0's to name the lost process, before it names the one that it knows."""
 
 
 def supervise(
@@ -69,12 +65,12 @@ def supervise(
         try:
             return supervisor.run()
         except FourPartError as error:
-            _say(f"{type(error).__name__}: {error}")
+            say(f"{type(error).__name__}: {error}")
             return _exit_code(error)
 
 
 def _exit_code(error: FourPartError) -> int:
-    """The exit code of a run that an error has ended."""
+    """Returns the exit code of a run that an error has ended."""
     if is_request(error):
         return REQUEST
     if isinstance(error, NotRestarted):
@@ -98,12 +94,12 @@ class _Members:
 
     @property
     def place(self) -> Cluster | None:
-        """The place of this process; None if all are on this machine."""
+        """Returns the place of this process; None if all are on this machine."""
         return None if self.group is None else self.group.place
 
     @property
     def mesh(self) -> str | None:
-        """Their mesh, if it is not that of all processes."""
+        """Returns their mesh, if it is not that of all processes."""
         return None if self.group is None else self.group.mesh
 
 
@@ -135,7 +131,7 @@ class _Supervisor:
         self._signals = signals
         self._resources = resources
         self._history = History(left=0 if restarts is None else restarts.most)
-        self._call: RollCall | None = None
+        self._rendezvous: Rendezvous | None = None
         self._keeper: Keeper | None = None
 
     def run(self) -> int:
@@ -151,7 +147,7 @@ class _Supervisor:
                 return code
             self._record(attempt, attempt.lost)
             self._pause()
-        _say(f"{_name(self._signals.received)}: the run is stopped; no worker was at work.")
+        say(f"{signal_name(self._signals.received)}: the run is stopped; no worker was at work.")
         return stopped_code(self._signals.received or 0)
 
     def _is_stopped(self) -> bool:
@@ -159,34 +155,34 @@ class _Supervisor:
 
     def _open_roll_call(self) -> None:
         if self._cluster is not None:
-            call = RollCall(self._cluster, self._deadlines, self._restarts)
-            self._call = self._resources.enter_context(contextlib.closing(call))
+            rendezvous = Rendezvous(self._cluster, self._deadlines, self._restarts)
+            self._rendezvous = self._resources.enter_context(contextlib.closing(rendezvous))
 
     def _meet(self) -> _Members | None:
         """Waits for the processes of the next attempt; None if a signal came first."""
-        if self._call is None:
+        if self._rendezvous is None:
             self._history.begin()
             alone = Peers(process_id=0, links={}, hosts={}, deadlines=self._deadlines)
             return _Members(self._processes, alone)
-        group = self._call.meet(self._history, stopped=self._is_stopped)
+        group = self._rendezvous.meet(self._history, stopped=self._is_stopped)
         if group is None:
             return None
         return _Members(group.place.num_processes, group.peers, group)
 
-    def _start(self, members: _Members) -> _Attempt:
+    def _start(self, members: _Members) -> SupervisedAttempt:
         """Starts the workers of this machine, if another attempt is worth it."""
         # After the meeting, in which this supervisor may have learned of attempts that it was not part of.
         self._history.check_worth()
         if self._history.lost is not None and members.peers.process_id == 0:
-            _say(self._history.line(num_processes=members.number))
+            say(self._history.line(num_processes=members.number))
         command = self._command_of(members)
         self._open_keeper(members)
         workers = self._start_workers(command, members)
-        return _Attempt(
+        return SupervisedAttempt(
             workers,
             members.number,
             members.peers,
-            self._call,
+            self._rendezvous,
             self._deadlines,
             self._signals,
             self._again,
@@ -194,7 +190,7 @@ class _Supervisor:
         )
 
     def _command_of(self, members: _Members) -> Sequence[str]:
-        """The command of a worker, which after a loss continues the run."""
+        """Returns the command of a worker, which after a loss continues the run."""
         if self._history.lost is None or self._restarts is None:
             return self._command
         return self._restarts.command(self._history.folder, members.mesh)
@@ -213,9 +209,9 @@ class _Supervisor:
             return worker_process.start_local(command, members.number, self._deadlines, extra=environ)
         return [WorkerProcess(command, group.place, self._deadlines, extra=environ | dict(group.bind))]
 
-    def _record(self, attempt: _Attempt, lost: Ending) -> None:
+    def _record(self, attempt: SupervisedAttempt, lost: Ending) -> None:
         """Records in the history how an attempt ended."""
-        self._history.note(
+        self._history.record(
             lost,
             step=attempt.last("step"),
             checkpoint=attempt.last("checkpoint"),
@@ -228,311 +224,3 @@ class _Supervisor:
         ends_at = time.monotonic() + self._history.pause_s
         while not self._is_stopped() and time.monotonic() < ends_at:
             time.sleep(TICK_S)
-
-
-@dataclasses.dataclass
-class _Attempt:
-    """One attempt at a run: the workers of this machine, and the links to the supervisors of others if any.
-
-    Attributes:
-        lost: the process whose loss ended the attempt; None if a signal did.
-        forwarded: the signal that the workers have received.
-        seen: the workers whose endings were reported to the others.
-        bad: the bad endings so far, of this machine and others.
-        first_bad_at: time of the first of them, from which the others have a moment to end.
-        warned_s: how long there had been no step, at the last warning.
-    """
-
-    workers: Sequence[WorkerProcess]
-    num_processes: int
-    peers: Peers
-    call: RollCall | None
-    deadlines: Deadlines
-    signals: Signals
-    again: str
-    history: History
-    lost: Ending | None = None
-    forwarded: int | None = None
-    seen: set[int] = dataclasses.field(default_factory=set)
-    bad: list[Ending] = dataclasses.field(default_factory=list)
-    first_bad_at: float = 0.0
-    warned_s: float = 0.0
-
-    def watch(self) -> int:
-        """Runs to the end; returns the exit code."""
-        try:
-            while not self.signals.repeated:
-                self._look()
-                self._warn()
-                code = self._good_end()
-                if code is not None:
-                    return code
-                lost = self._cause()
-                if lost is not None:
-                    return self._end_badly(lost)
-                time.sleep(TICK_S)
-            _say(f"{_name(self.forwarded)} again: the run ends now, unsaved. Continue it with: {self._again}")
-            return stopped_code(self.forwarded or 0)
-        finally:
-            for worker in self.workers:
-                worker.close()
-            self.peers.close()
-
-    def _look(self) -> None:
-        """Passes on what came since the last look: signals, output, endings, and the messages of others."""
-        self._forward_signal()
-        self._request_positions()
-        self._look_at_workers()
-        if self.call is not None:
-            self.call.attend()
-        for ending in self.peers.poll(self.workers[0].state):
-            self._note_ending(ending)
-
-    def _forward_signal(self) -> None:
-        # Once: a second signal is not forwarded, but ends `watch`.
-        if self.signals.received is None or self.forwarded is not None:
-            return
-        self.forwarded = self.signals.received
-        for worker in self.workers:
-            worker.forward(self.forwarded)
-
-    def _request_positions(self) -> None:
-        """If the run is stalled, lets every process report its position, to find the one that is behind."""
-        is_known = self.peers.stalled
-        if not is_known and not any(ending.stalled for ending in self.bad):
-            return
-        for worker in self.workers:
-            worker.end_stalled()
-        if not is_known:
-            self.peers.ask_all()
-
-    def _look_at_workers(self) -> None:
-        for worker in self.workers:
-            worker.output.pass_on()
-            ending = worker.look()
-            if ending is not None and worker.process_id not in self.seen:
-                self.seen.add(worker.process_id)
-                self._note_ending(ending)
-                self.peers.report(ending)
-
-    def _warn(self) -> None:
-        """Reports that there was no step for some time, and the process that the others wait for."""
-        if self.bad or not self.peers.decides:
-            return
-        states = self._states()
-        warning = [state for state in states.values() if state.get("warn_s")]
-        if not warning:
-            return
-        first_s = min(state["warn_s"] for state in warning)
-        idle_s = max(state.get("idle_s") or 0.0 for state in warning)
-        stopped = {}
-        if idle_s >= first_s:  # not at every tick: each answer is read from the system
-            stopped = {worker.process_id: worker.stopped for worker in self.workers}
-        where = self._behind(states, stopped)
-        self.warned_s = stall.warn(idle_s, self.warned_s, first_s, where, _say)
-
-    def _states(self) -> dict[int, dict[str, Any]]:
-        """The last notes of each process that is heard of, by its id."""
-        states = {process: vars(beat) for process, beat in self.peers.beats.items()}
-        states |= {worker.process_id: worker.state for worker in self.workers}
-        return states
-
-    def _behind(self, states: Mapping[int, Mapping[str, Any]], stopped: Mapping[int, str]) -> str:
-        """Describes the process that the others wait for."""
-
-        def progress(process: int) -> tuple[bool, int]:
-            # The others wait for a stopped process, however far it has come.
-            is_active = not stopped.get(process)
-            return is_active, states[process].get("marks") or 0
-
-        behind = min(states, key=progress)
-        state = stopped.get(behind) or states[behind].get("phase")
-        return f"process {behind} of {self.num_processes} is {state}"
-
-    def _note_ending(self, ending: Ending) -> None:
-        if ending.good:
-            return
-        if not self.bad:
-            self.first_bad_at = time.monotonic()
-            # Until the cause is certain: what the others write may be its consequence.
-            for worker in self.workers:
-                worker.output.pause()
-        self.bad.append(ending)
-
-    def _good_end(self) -> int | None:
-        """The exit code if all workers of this machine ended well; else None."""
-        codes = []
-        for worker in self.workers:
-            if worker.ending is None or not worker.ending.good:
-                return None
-            codes.append(worker.ending.code or 0)
-        for worker in self.workers:
-            if worker.process_id == 0 or worker_process.debug():
-                worker.output.show()
-        return max(codes)
-
-    def _cause(self) -> Ending | None:
-        """The process that was lost, once that is certain."""
-        if self.peers.verdict is not None:
-            return self.peers.verdict
-        if not self.bad:
-            return None
-        if time.monotonic() - self.first_bad_at < self._settle_s():
-            return None
-        endings = list(self.bad)
-        if self.peers.stalled:
-            endings += self.peers.silent()
-        return self._with_limit(cause(endings))
-
-    def _settle_s(self) -> float:
-        """How long to wait, after the first bad ending, for one that may have caused it."""
-        if self.peers.alone and not any(worker.running for worker in self.workers):
-            return 0.0  # no other process can report
-        wait_s = self.deadlines.settle_s
-        if self.peers.stalled and len(self.bad) < self.num_processes:
-            wait_s += VERDICT_S
-        if not self.peers.decides:
-            wait_s += VERDICT_S
-        return wait_s
-
-    def _with_limit(self, lost: Ending) -> Ending:
-        """The ending, with the limit of the process that waited longest if its own is not known.
-
-        A stopped process knows neither its limit nor when it began.
-        """
-        if lost.stand is None or lost.stand.deadline:
-            return lost
-        stands = [ending.stand for ending in self.bad if ending.stand is not None and ending.stand.deadline]
-        if not stands:
-            return lost
-        longest = max(stands, key=lambda stand: stand.idle_s)
-        stand = dataclasses.replace(lost.stand, idle_s=longest.idle_s, deadline=longest.deadline, asked=longest.asked)
-        return dataclasses.replace(lost, stand=stand)
-
-    def _end_badly(self, lost: Ending) -> int:
-        if self.peers.decides:
-            self.peers.announce(lost)
-        was_asked = self._was_asked(lost)
-        # A user who has stopped the run does not want it restarted, whatever was lost meanwhile.
-        if not was_asked and self.signals.received is None:
-            self.lost = lost
-            if self.history.allows(lost):
-                self._show(lost)
-                return lost.run_code
-        if not was_asked:
-            self._report(lost)
-        elif self.last("step") is None:
-            _say(f"{_name(self.forwarded)}: the run is stopped before its first step.")
-        self._give_grace()
-        if was_asked:
-            return stopped_code(self.forwarded or 0)
-        return lost.run_code
-
-    def _was_asked(self, lost: Ending) -> bool:
-        """Whether it ended by the forwarded signal, before it handled signals, or because a peer did."""
-        if self.forwarded is None:
-            return False
-        if lost.code == -self.forwarded:
-            return True
-        if not lost.echo:
-            return False
-        codes = (-self.forwarded, stopped_code(self.forwarded))
-        return any(worker.ending is not None and worker.ending.code in codes for worker in self.workers)
-
-    def _show(self, lost: Ending) -> bool:
-        """Shows the output of the lost process; returns whether it was on this machine."""
-        is_own = False
-        for worker in self.workers:
-            is_cause = worker.process_id == lost.process
-            is_own |= is_cause
-            if is_cause or worker_process.debug():
-                self._show_output(worker)
-        return is_own
-
-    def _show_output(self, worker: WorkerProcess) -> None:
-        prefix = f"[process {worker.process_id}] " if worker.process_id else ""
-        first = self.workers[0]
-        # Lines that process 0 has shown are not repeated, such as a warning of all processes.
-        known = () if worker is first else first.output.shown
-        worker.output.show(prefix=prefix, known=known)
-
-    def _report(self, lost: Ending) -> None:
-        if self._show(lost) and (lost.explained or lost.code == REQUEST):
-            return
-        if self.peers.verdict is not None:  # process 0 has reported it
-            _say(f"the run ends: {lost.who}: {lost.how}. Process 0 has the report.")
-            return
-        steps = [step for step in (lost.step, self.last("step")) if step is not None]
-        report = _lost_error(
-            lost,
-            num_processes=self.num_processes,
-            step=max(steps, default=None),
-            checkpoint=self.last("checkpoint") or lost.checkpoint,
-            again=self._again,
-        )
-        _say(f"{type(report).__name__}: {report}")
-
-    def _give_grace(self) -> None:
-        ends_at = time.monotonic() + self.deadlines.grace_s
-        while time.monotonic() < ends_at and not self.signals.repeated:
-            self._look()
-            if all(worker.ending is not None or stall.is_stuck(worker.state) for worker in self.workers):
-                return
-            time.sleep(TICK_S)
-
-    @property
-    def _again(self) -> str:
-        """The command that continues the run."""
-        return self.last("again") or self.again
-
-    def last(self, key: str) -> Any:
-        """The value that the workers reported under a name; the largest if they differ."""
-        reports = [worker.state.get(key) for worker in self.workers]
-        return max((report for report in reports if report is not None), default=None)
-
-
-def _lost_error(
-    ending: Ending, *, num_processes: int, step: int | None, checkpoint: str | None, again: str
-) -> FourPartError:
-    """The error when one process ended and the others cannot continue."""
-    if ending.stalled and ending.stand is not None:
-        return stall.stalled_error(
-            ending.stand,
-            who=ending.who,
-            what=f"Process {ending.process} of {num_processes}",
-            lines=_so_far(step, checkpoint),
-            others="\nThe others wait for it and are stopped." if num_processes > 1 else "",
-            again=again,
-        )
-    if ending.code == REQUEST:
-        return ShardingError(
-            f"Process {ending.process} of {num_processes} refused the request.",
-            where=ending.who,
-            why="it ended with exit code 2, and its own output has the reason.",
-            do=f"read the output of process {ending.process} on {ending.host}.",
-        )
-    explained = f"; its own output on {ending.host} has the reason" if ending.explained else ""
-    return RunError(
-        f"Process {ending.process} of {num_processes} was lost.",
-        where=[ending.who, *_so_far(step, checkpoint)],
-        why=f"{ending.how}{explained}.\nThe others cannot continue without it and are stopped.",
-        do=again,
-    )
-
-
-def _so_far(step: int | None, checkpoint: str | None) -> list[str]:
-    """The last step and checkpoint of the run."""
-    return [
-        "no step was reported yet" if step is None else f"last step reported: {step}",
-        "no checkpoint was written yet" if checkpoint is None else f"last good checkpoint: {checkpoint}",
-    ]
-
-
-def _name(signum: int | None) -> str:
-    return "" if signum is None else signal.Signals(signum).name
-
-
-def _say(text: str) -> None:
-    # In one piece: several supervisors may share a terminal.
-    sys.stderr.write(printable(text, keep="\n\t") + "\n")
-    sys.stderr.flush()

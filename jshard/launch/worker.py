@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 from jshard import _stacks
 from jshard.errors import FourPartError, RunError, ShardingError, causes
-from jshard.launch import stall
 from jshard.launch.cluster import GOOD, Deadlines, is_worker
+from jshard.launch.process_status import WorkerState
+from jshard.launch.stall import state_of_watch
 
 END_S = 30.0
 """The time from the end of a run's work, when all have confirmed it, to the end of each process."""
@@ -27,6 +28,7 @@ _PR_SET_PDEATHSIG = 1
 # wall, and aborts all processes of a healthy run when that is set forward by more than the time-out, or back to before
 # the last heartbeat. With this there is one heartbeat, at the start: only a clock set back to before it still aborts.
 _HEARTBEAT_S = 10**9
+# The variables of JAX that ask for secure connections.
 _SECURED = ("JAX_MTLS_", "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS")
 _MESSAGE_BYTES = 4096  # what a pipe accepts atomically
 # Words from the errors that the libraries of collectives raise when another process is gone.
@@ -77,9 +79,11 @@ def note(
         again: the command line that continues from there.
         folder: the folder of the run.
     """
-    if _reporter is not None:
-        given = {"step": step, "checkpoint": checkpoint, "copy": copy, "again": again, "folder": folder}
-        _reporter.note({key: value for key, value in given.items() if value is not None})
+    if _reporter is None:
+        return
+    progress = {"step": step, "checkpoint": checkpoint, "copy": copy, "again": again, "folder": folder}
+    news = {key: value for key, value in progress.items() if value is not None}
+    _reporter.note(cast(WorkerState, news))
 
 
 def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
@@ -102,9 +106,8 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
         sys.exit(code)
     if is_worker():
         blames_peer = _blames_peer(error)
-        _start_reports(os.environ).note(
-            {"explained": isinstance(error, FourPartError) and not blames_peer, "blames_peer": blames_peer}
-        )
+        is_explained = isinstance(error, FourPartError) and not blames_peer
+        _start_reports(os.environ).note({"explained": is_explained, "blames_peer": blames_peer})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader may be gone
             stream.flush()
@@ -116,10 +119,9 @@ def end_within(seconds: float, code: int) -> None:
 
     def end() -> None:
         time.sleep(seconds)
+        text = f"the run is over, and a thread of it did not end within {seconds:.0f} s: abandoned.\n"
         with contextlib.suppress(OSError):
-            os.write(
-                2, f"the run is over, and a thread of it did not end within {seconds:.0f} s: abandoned.\n".encode()
-            )
+            os.write(2, text.encode())
         os._exit(code)
 
     threading.Thread(target=end, daemon=True, name="jshard-end").start()
@@ -134,16 +136,19 @@ class _Reporter:
         os.set_blocking(fd, False)
         self._fd = fd
         self._every_s = every_s
-        self._state: dict[str, Any] = {}
+        self._state: WorkerState = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._beat, daemon=True, name="jshard-beat").start()
 
-    def note(self, state: dict[str, Any]) -> None:
+    def note(self, state: WorkerState) -> None:
+        """Sends the whole state, with these changes; without any it is a sign of life."""
         with self._lock:
             self._state.update(state)
-            line = json.dumps(self._state | stall.noted()).encode() + b"\n"
+            line = json.dumps(self._state | state_of_watch()).encode() + b"\n"
+            if len(line) > _MESSAGE_BYTES:
+                line = b"{}\n"  # a sign of life: a longer line could arrive in part
             try:
-                os.write(self._fd, line if len(line) <= _MESSAGE_BYTES else b"{}\n")
+                os.write(self._fd, line)
             except BlockingIOError:
                 pass  # each message is complete, so the next one suffices
             except OSError:
@@ -160,7 +165,8 @@ _reporter: _Reporter | None = None
 
 def _start_reports(environ: Mapping[str, str]) -> _Reporter:
     global _reporter
-    _reporter = _reporter or _Reporter(int(environ["JSHARD_REPORT_FD"]), _deadlines(environ).beat_s)
+    if _reporter is None:
+        _reporter = _Reporter(int(environ["JSHARD_REPORT_FD"]), _deadlines(environ).beat_s)
     return _reporter
 
 
@@ -182,28 +188,23 @@ def _end_with_supervisor() -> None:
 
 
 def _keep_stdout_for_python() -> None:
+    """Sends what native libraries write to stdout to stderr; Python writes to a copy of the old stdout."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    copy_fd = os.dup(1)
     os.dup2(2, 1)
     old = sys.stdout
-    buffering = 1 if os.isatty(kept) else -1
-    sys.stdout = os.fdopen(kept, "w", buffering=buffering, encoding=old.encoding, errors=old.errors)
+    buffering = 1 if os.isatty(copy_fd) else -1  # line by line on a terminal
+    sys.stdout = os.fdopen(copy_fd, "w", buffering=buffering, encoding=old.encoding, errors=old.errors)
     # The width of the terminal is looked up there.
     sys.__stdout__ = sys.stdout  # type: ignore[misc]
 
 
 def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
+    """Connects JAX with the other processes."""
     import jax
 
     address = environ["JAX_COORDINATOR_ADDRESS"]
-    asked = [f"{name}={value}" for name, value in environ.items() if name.startswith(_SECURED)]
-    if asked and "jax_mtls_cert_file" not in jax.config.values:  # it would ignore them silently
-        raise ShardingError(
-            "This JAX cannot secure its connections.",
-            where=asked,
-            why="its coordination service has no mutual TLS, and the run would be open.",
-            do="pip install -U jax  # from 0.12 on; or unset the variables.",
-        )
+    _check_can_secure(environ)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if "jax_enable_preemption_service" in jax.config.values:
         # It handles SIGTERM in native code, so that our own handler, which saves, would never be called.
@@ -226,6 +227,26 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
         ) from error
 
 
+def _check_can_secure(environ: Mapping[str, str]) -> None:
+    """Refuses variables that ask for secure connections if this JAX would ignore them silently."""
+    import jax
+
+    requested = [f"{name}={value}" for name, value in environ.items() if name.startswith(_SECURED)]
+    if requested and "jax_mtls_cert_file" not in jax.config.values:
+        raise ShardingError(
+            "This JAX cannot secure its connections.",
+            where=requested,
+            why="its coordination service has no mutual TLS, and the run would be open.",
+            do="pip install -U jax  # from 0.12 on; or unset the variables.",
+        )
+
+
 def _blames_peer(error: BaseException | None) -> bool:
-    texts = (f"{each}".lower() for each in causes(error) if not isinstance(each, FourPartError))
-    return any(word in text for text in texts for word in _PEER_WORDS)
+    """Returns whether an error, or one of its causes, says that another process is gone."""
+    for each in causes(error):
+        if isinstance(each, FourPartError):  # ours names the cause, and may use the same words
+            continue
+        text = f"{each}".lower()
+        if any(word in text for word in _PEER_WORDS):
+            return True
+    return False

@@ -1,125 +1,58 @@
-"""A call of a bound Linen module as a function of arrays: split, run on a copy, and its changes written back."""
+"""A call of a bound Linen module as a function of arrays: split, run on a copy, and its changes written back.
+
+InterceptedCall   a method call as Flax passes it
+LinenCall         the same, split into parameters, state, and arrays among the arguments: a call for the engine
+Result            what the call returned and changed, without the arrays
+"""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
-from flax.core import lift, meta
+from flax.core import lift
 from flax.core.scope import Scope
-from flax.linen.spmd import logical_to_mesh_axes
 from flax.linen.transforms import get_module_scopes, set_module_scopes
 
 from jshard import _compat
 from jshard.engine import border
 from jshard.engine.context import guard
 from jshard.engine.program import merged, others, picked
-from jshard.errors import AnnotationError, CallError
-from jshard.linen.layout import Layout, Leaf, is_padded, padding_in
+from jshard.errors import CallError
+from jshard.linen.boxes import Padded, is_padded, padding_in
+from jshard.linen.layout import Layout
+from jshard.linen.parameters import PARAMS, described, flat, nested, placeable, raw_of
 from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import fetched
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
-from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, is_key, role
+from jshard.plans.plan import Leaf
+from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, role
 
-PARAMS = "params"
-"""The collection of the parameters."""
+Method = Callable[..., Any]
+Kwargs = Mapping[str, Any]
+Arrays = list[jax.Array]
+KeyCounts = dict[Any, Any]
+"""How many keys a scope has made, by stream; and the same of its inner scopes, by an object of Flax with their name."""
 
+Collections = Mapping[str, Any]
+"""The variables of a scope, by collection; or its keys, by stream."""
 
-def flat(tree: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
-    """The variables in a collection, by path."""
-    return traverse_util.flatten_dict(tree).items()
+Lifted = tuple[tuple[Collections, ...], ...]
+"""The variables of each outermost scope, as `flax.core.lift` passes them, in one group."""
 
-
-def placeable(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Yields the parameters among variables, in their boxes, by path, without random keys, which no plan places.
-
-    A parameter may be a tuple or another pytree, as of a weight and its scale: its arrays are stored one by one.
-    """
-    for path, leaf in flat_params(variables.get(PARAMS, {})):
-        if not is_key(raw_of(leaf)):
-            yield path, leaf
-
-
-def flat_params(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
-    """Returns the arrays of the parameters in a collection, in their boxes, by path."""
-    return [(key_texts(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_box)]
-
-
-def is_box(x: Any) -> bool:
-    """Returns whether a value is a box of Flax around an array."""
-    return isinstance(x, meta.AxisMetadata)
-
-
-def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """The collection that has these variables."""
-    return traverse_util.unflatten_dict(dict(leaves))
-
-
-def described(leaf: Any, path: Path) -> Leaf:
-    """The description of a parameter for a layout."""
-    values = jax.tree.leaves(leaf)
-    if len(values) != 1 or not hasattr(values[0], "shape"):
-        raise AnnotationError(
-            "A parameter of a Linen module is not an array.",
-            where=f"{dotted(path)}: a {type(leaf).__name__}",
-            why="arrays are sharded, also those in tuples, dicts and other pytrees; a box, such as nn.Partitioned,"
-            " holds one.",
-            do='self.param("scale", lambda key: jnp.ones(()))  # an array for a number',
-        )
-    (raw,), padding, spec = values, padding_in(leaf), ()
-    shape = tuple(raw.shape) if padding is None else padding.logical_shape(raw.shape)
-    if isinstance(leaf, nn.LogicallyPartitioned):
-        rules = leaf.rules or nn.get_logical_axis_rules()  # without any, the placement's axis_rules apply
-        spec = tuple(logical_to_mesh_axes(leaf.names, rules) or ()) if rules else leaf.names
-    elif isinstance(leaf, nn.Partitioned):
-        spec = tuple(leaf.get_partition_spec())
-    return Leaf(shape, jnp.dtype(raw.dtype).name, spec)
-
-
-def raw_of(leaf: Any) -> Any:
-    """The array in a box; a leaf without one is its own value."""
-    if not isinstance(leaf, meta.AxisMetadata):
-        return leaf
-    (raw,) = jax.tree.leaves(leaf)
-    return raw
-
-
-def as_arrays(raw: Any) -> Any:
-    """The value of a variable, with arrays for numbers."""
-    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), raw)
-
-
-# A call of a bound Linen module as a function of arrays: split, run on a copy, and its changes returned.
-
-Lifted = tuple[tuple[Mapping[str, Any], ...], ...]
-"""The variables of each scope by collection, as `flax.core.lift` passes them, in one group."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The results and changes of a call, without the arrays: equal calls share it."""
-
-    results: border.Form  # the structure of the result
-    changed: border.Form  # and of the changed variables
-    arguments: border.Form | None  # and of the arguments, if the method changed something in them
-    is_array: tuple[bool, ...]  # which of all leaves are arrays; the others are `static`
-    static: tuple[Any, ...]
-    num_leaves: tuple[int, int]  # of the result, and of the changed variables
-    places: tuple[tuple[int, Path], ...]  # of each changed variable: the number of its scope, and its path from there
-    counts: tuple[dict[Any, Any], ...]  # the number of keys each scope has made
+VariablePlace = tuple[int, Path]
+"""Of a variable: the number of its outermost scope, and its path from there, which begins with a collection."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FreeFunction:
     """A function of a bound module that is no method of its class: Flax neither intercepts nor captures it."""
 
-    run: Callable[..., Any]
+    run: Method
 
     @property
     def __name__(self) -> str:
@@ -130,152 +63,301 @@ class FreeFunction:
         return self.run(module, *args, **kwargs)
 
 
-@dataclasses.dataclass(eq=False)
-class LinenCall:
-    """One method call of a bound module: a `jshard.engine.trace.Call`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class InterceptedCall:
+    """A method call of a bound module, as Flax passes it.
+
+    Attributes:
+        module: the module.
+        function: the method as its class defines it, or a free function.
+        args: the positional arguments after the module.
+        kwargs: the keyword arguments.
+        run_plain: runs it as Flax would without an interceptor.
+    """
 
     module: nn.Module
-    function: Callable[..., Any]  # the method as its class defines it
-    args: tuple  # modules and variables among them are in `scopes`
-    kwargs: Mapping[str, Any]
-    scopes: Sequence[Scope]  # everything that the call reads
-    scope_fn: Callable[..., Any]  # makes scopes of variables and keys
-    repack: Callable[..., Any]  # extracts the variables from them
-    groups: Lifted  # the variables of each outermost scope, by collection
-    rngs: Lifted  # their keys
-    prefix: Path  # of the annotated module
-    interceptor: Callable[..., Any]  # for its calls, in which this call is split
-    callers: tuple[tuple, Mapping[str, Any]]  # the arguments before Flax replaced modules and variables in them
+    function: Method
+    args: tuple
+    kwargs: Kwargs
+    run_plain: Callable[[], Any]
 
-    def __post_init__(self) -> None:
-        self.path: Path = tuple(self.module.path)[len(self.prefix) :]
-        self.where = f"{type(self.module).__name__}.{self.function.__name__}"
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LiftedScopes:
+    """All that a call reads, as `flax.core.lift.pack` splits it.
+
+    Attributes:
+        scopes: those of the module, and of modules in its fields and arguments.
+        make: makes scopes of variables and keys.
+        repack: extracts the variables from such scopes.
+        variables: those of each outermost scope.
+        keys: the same of random keys.
+    """
+
+    scopes: Sequence[Scope]
+    make: Callable[..., Sequence[Scope]]
+    repack: Callable[[Sequence[Scope]], Lifted]
+    variables: Lifted
+    keys: Lifted
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The results and changes of a call, without the arrays: equal calls share it.
+
+    Attributes:
+        results: the structure of the result.
+        changed: that of the changed variables.
+        arguments: that of the arguments, if the method changed something in them.
+        is_array: which of all leaves are arrays.
+        static: the other leaves.
+        num_results: how many leaves the result has.
+        num_changed: how many leaves the changed variables have.
+        places: of each changed variable.
+        counts: the number of keys that each scope has made.
+    """
+
+    results: border.Form
+    changed: border.Form
+    arguments: border.Form | None
+    is_array: tuple[bool, ...]
+    static: tuple[object, ...]
+    num_results: int
+    num_changed: int
+    places: tuple[VariablePlace, ...]
+    counts: tuple[KeyCounts, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Leaves:
+    """The leaves of a call besides its parameters, in this order: of state, keys, fields of the module, arguments.
+
+    Attributes:
+        leaves: the leaves.
+        is_input: which of them are inputs of the call's program; the others are constants of it.
+        tree: the structure of those before the arguments.
+        num_state: how many inputs are state or keys.
+    """
+
+    leaves: list[object]
+    is_input: list[bool]
+    tree: Any  # a treedef
+    num_state: int
+
+    @classmethod
+    def of(
+        cls, state: list[Collections], keys: Lifted, fields: Kwargs, arguments: Sequence[object], is_unit: bool
+    ) -> "_Leaves":
+        around, tree = jax.tree.flatten((state, keys, fields))
+        num_variables = len(jax.tree.leaves((state, keys)))
+        leaves = [*around, *arguments]
+        is_input = []
+        for i, leaf in enumerate(leaves):
+            # Inside a model arrays of numpy are constants, as in plain Flax: the method may read their numbers.
+            may_be_numpy = i < num_variables or not is_unit
+            is_input.append(isinstance(leaf, (jax.Array, np.ndarray) if may_be_numpy else jax.Array))
+        return cls(leaves, is_input, tree, sum(is_input[:num_variables]))
+
+    @property
+    def inputs(self) -> Arrays:
+        """The inputs of the call's program."""
+        inputs: list[Any] = picked(self.is_input, self.leaves)
+        return inputs
+
+    @property
+    def constants(self) -> list[object]:
+        """The other leaves."""
+        return others(self.is_input, self.leaves)
+
+    def with_inputs(self, inputs: Sequence[jax.Array]) -> tuple[Any, list[object]]:
+        """Returns (state, keys, fields) with other inputs, and the leaves of the arguments."""
+        leaves = merged(self.is_input, inputs, self.constants)
+        num_around = self.tree.num_leaves
+        return jax.tree.unflatten(self.tree, leaves[:num_around]), leaves[num_around:]
+
+
+class LinenCall:
+    """One method call of a bound module: a `jshard.engine.trace.Call`.
+
+    Attributes:
+        module: the module.
+        function: the method, or a free function.
+        path: of the module, from the annotated one.
+        prefix: of the annotated module.
+        context: entered while the method runs.
+        optimizer: of the model, if it sees logical arrays.
+        result: of the latest run.
+        written: empty: a parameter that Flax lets a call write is an output.
+    """
+
+    def __init__(
+        self,
+        call: InterceptedCall,
+        args: tuple,
+        kwargs: Kwargs,
+        lifted: LiftedScopes,
+        prefix: Path,
+        interceptor: Method,
+    ) -> None:
+        """Splits a call.
+
+        Args:
+            call: the call.
+            args: its arguments, in which Flax has replaced modules and variables by places in the scopes.
+            kwargs: the same of keyword arguments.
+            lifted: all variables and keys that it reads.
+            prefix: the path of the annotated module.
+            interceptor: the one that splits the call; it does not see it again.
+        """
+        self.module = call.module
+        self.function = call.function
+        self.prefix = prefix
+        self.path: Path = tuple(call.module.path)[len(prefix) :]
+        self.where = f"{type(call.module).__name__}.{call.function.__name__}"
         self.location = f"{dotted(self.path)}: {self.where}" if self.path else self.where
-        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered while the method runs
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.optimizer: LogicalOptimizer | None = None
-        self.result: Result | None = None  # of the latest run
-        self.written: Sequence[str] = ()  # a parameter that Flax lets a call write is an output
-        self._outermost = _outermost(self.scopes)
-        self._counts = [_copied(scope.rng_counters) for scope in self.scopes]
-        self._fields = _array_fields(self.module)
-        params = [group.get(PARAMS, {}) for group in self.groups[0]]
-        found, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
-        self._given = [x for _, x in found]
-        self.params = [raw_of(x) for x in self._given]
-        self._paths = [self._path_of(keys) for keys, _ in found]
-        state = [{k: v for k, v in group.items() if k != PARAMS} for group in self.groups[0]]
-        self._arguments = border.Arguments(self.args, self.kwargs, self.callers)
-        around, self._tree = jax.tree.flatten((state, self.rngs, self._fields))
-        self._leaves = [*around, *self._arguments.leaves]
-        n_state = len(jax.tree.leaves((state, self.rngs)))
-        given = jax.Array if self.path else (jax.Array, np.ndarray)  # inside a model arrays of numpy are constants
-        kinds = [(jax.Array, np.ndarray)] * n_state + [given] * (len(self._leaves) - n_state)
-        self._is_input = [isinstance(x, kind) for x, kind in zip(self._leaves, kinds, strict=True)]
-        self.inputs = picked(self._is_input, self._leaves)
-        self.num_state = sum(self._is_input[:n_state])
-        self.names = [dotted(_from(path, self.path)) for path in self._paths]
+        self.result: Result | None = None
+        self.written: Sequence[str] = ()
+        self._lifted = lifted
+        self._interceptor = interceptor
+        self._outermost = _outermost(lifted.scopes)
+        # A method may run several times. Each run begins with the numbers of keys that the scopes have made until now.
+        self._counts = [_copied(scope.rng_counters) for scope in lifted.scopes]
+
+        params = [variables.get(PARAMS, {}) for variables in lifted.variables[0]]
+        boxes, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
+        self._boxes = [box for _, box in boxes]
+        self._paths = [self._path_of(keys) for keys, _ in boxes]
+        self.params = [raw_of(box) for box in self._boxes]
+        self.names = [dotted(_relative(path, self.path)) for path in self._paths]
         self.placements: list[Placement | None] = [None] * len(self.params)
         self.owners = [OUTER] * len(self.params)
 
+        self._fields = _array_fields(call.module)
+        self._arguments = border.Arguments(args, kwargs, (call.args, call.kwargs))
+        state = [_without_params(variables) for variables in lifted.variables[0]]
+        self._leaves = _Leaves.of(state, lifted.keys, self._fields, self._arguments.leaves, is_unit=bool(self.path))
+        self.inputs = self._leaves.inputs
+        self.num_state = self._leaves.num_state
+
     @property
-    def leaves(self) -> dict[Path, Any]:
+    def leaves(self) -> dict[Path, Leaf]:
         """The parameters inside the annotated module, by path from it, described."""
-        groups = zip(self._outermost, self.groups[0], strict=True)
-        every = (((*scope.path, *path), leaf) for scope, group in groups for path, leaf in placeable(group))
-        own = ((inside(self.prefix, path), leaf) for path, leaf in every)
-        return {path: described(leaf, path) for path, leaf in own if path is not None}
+        leaves = {}
+        for scope, variables in zip(self._outermost, self._lifted.variables[0], strict=True):
+            for scope_path, leaf in placeable(variables):
+                path = inside(self.prefix, (*scope.path, *scope_path))
+                if path is not None:
+                    leaves[path] = described(leaf, path)
+        return leaves
 
-    def logical(self, values: Sequence[Any]) -> list[Any]:
-        """Values of the parameters in the form for `body`."""
-        boxed = zip(self._given, values, strict=True)
-        return [fetched(given.padding.cut(x) if is_padded(given) else x) for given, x in boxed]
+    def logical(self, values: Sequence[jax.Array]) -> Arrays:
+        """Returns values of the parameters in the form for `body`: without padding, on the device."""
+        logical = []
+        for box, value in zip(self._boxes, values, strict=True):
+            if isinstance(box, Padded):
+                value = box.padding.cut(value)
+            logical.append(fetched(value))
+        return logical
 
-    def guarded(self, values: Sequence[Any]) -> list[Any]:
-        """The input parameters; gradients of padded ones are refused if an optimizer would see the padding."""
-        kind, boxes = self.where.split(".")[0], ((i, x) for i, x in enumerate(self._given) if is_padded(x))
-        form = lambda x: f"{x.value.dtype}{list(x.shape)}, stored {list(x.value.shape)}"
-        optimizer = self.optimizer
-        padded = {} if optimizer is None else {i: (f"{kind}: {self.names[i]}  {form(x)}", optimizer) for i, x in boxes}
+    def guarded(self, values: Sequence[jax.Array]) -> Arrays:
+        """Returns the input parameters; gradients of padded ones are refused if an optimizer would see the padding."""
+        padded = {}
+        if self.optimizer is not None:
+            kind = self.where.split(".")[0]
+            for i, box in enumerate(self._boxes):
+                if isinstance(box, Padded):
+                    form = f"{box.value.dtype}{list(box.shape)}, stored {list(box.value.shape)}"
+                    padded[i] = (f"{kind}: {self.names[i]}  {form}", self.optimizer)
         return guard(values, padded)
 
     def store(self) -> None:
         """Pads parameters where needed: they may be plain arrays, or padded for another mesh."""
-        for i, (given, placement) in enumerate(zip(self._given, self.placements, strict=True)):
+        for i, (box, placement) in enumerate(zip(self._boxes, self.placements, strict=True)):
             padding = None if placement is None else Padding.of(placement)
-            if padding_in(given) != padding:
-                logical = fetched(given.unbox() if is_padded(given) else given)
+            if padding_in(box) != padding:
+                logical = fetched(box.unbox() if isinstance(box, Padded) else box)
                 self.params[i] = logical if padding is None else padding.pad(logical)
 
     def place(self, layout: Layout) -> Unit:
         """Sets the storage and the gathering unit of the call's parameters; returns the unit's record."""
-        around = self.path if self.path in layout.records else ()
-        mine = [layout.leaves.get(path) for path in self._paths]
-        self.placements = [leaf and leaf.placement for leaf in mine]
-        self.owners = [OUTER if leaf is None else role(inside(around, leaf.owner)) for leaf in mine]
-        return layout.records[around]
+        unit_path = self.path if self.path in layout.records else ()
+        self.placements = []
+        self.owners = []
+        for path in self._paths:
+            leaf = layout.leaves.get(path)
+            self.placements.append(None if leaf is None else leaf.placement)
+            self.owners.append(OUTER if leaf is None else role(inside(unit_path, leaf.owner)))
+        return layout.records[unit_path]
 
     @property
     def key(self) -> Hashable:
         """A key that is equal for calls of one module with the same program; its path is part of its random keys."""
-        scopes = [(s.mutable, s.path, s.rng_counters) for s in self.scopes]
-        around = _compat.exported_state(self.module), nn.get_logical_axis_rules()
         fields = [x for name, x in _fields(self.module) if name not in self._fields]
-        static = tuple((type(x), x) for x in (*fields, *others(self._is_input, self._leaves)))
+        # With its type: 1, 1.0 and True are equal.
+        static = tuple((type(x), x) for x in (*fields, *self._leaves.constants))
+        scopes = [(scope.mutable, scope.path, scope.rng_counters) for scope in self._lifted.scopes]
+        module_state = _compat.exported_state(self.module), nn.get_logical_axis_rules()
         try:
             hash(static)
         except (TypeError, ValueError):  # a list, a bound module: equal only to itself
             return object()
-        trees = self._tree, self._arguments.form, self._params_tree
-        return type(self.module), self.function, trees, repr((scopes, around)), static
+        trees = self._leaves.tree, self._arguments.form, self._params_tree
+        return type(self.module), self.function, trees, repr((scopes, module_state)), static
 
-    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def body(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
         """Runs the method on a copy with these logical arrays; returns the arrays of its result and of its changes."""
-        for scope, counts in zip(self.scopes, self._counts, strict=True):
-            _restore(scope.rng_counters, counts)
-        leaves = merged(self._is_input, inputs, others(self._is_input, self._leaves))
-        num_around = self._tree.num_leaves
-        state, rngs, fields = jax.tree.unflatten(self._tree, leaves[:num_around])
-        args, kwargs = self._arguments.form.together(leaves[num_around:], [])
-        held = jax.tree.unflatten(self._params_tree, list(params))
-        groups = tuple({**group, PARAMS: tree} for group, tree in zip(state, held, strict=True))
+        for scope, counts in zip(self._lifted.scopes, self._counts, strict=True):
+            _restore(scope.rng_counters, counts)  # the run before this one has advanced them
+        (state, keys, fields), argument_leaves = self._leaves.with_inputs(inputs)
+        args, kwargs = self._arguments.form.together(argument_leaves, [])
+        param_trees = jax.tree.unflatten(self._params_tree, list(params))
+        groups = tuple({**group, PARAMS: tree} for group, tree in zip(state, param_trees, strict=True))
         before = dict(_variables(groups))
         with self.context():
-            scopes = self.scope_fn((groups,), rngs)
-            module, args, kwargs = set_module_scopes(_with(self.module, fields), args, kwargs, scopes)
+            scopes = self._lifted.make((groups,), keys)
+            module, args, kwargs = set_module_scopes(_with_fields(self.module, fields), args, kwargs, scopes)
+            # The copy continues the state of the module: `setup` may have run, and submodules may have been numbered.
             copy = _compat.in_state_of(self.module, module)
             live = self._arguments.live(args, kwargs)
             if isinstance(self.function, FreeFunction):
-                out = self.function(copy, *args, **kwargs)
+                result = self.function(copy, *args, **kwargs)
             else:
-                out = _compat.run_method(self.function, copy, args, kwargs, self.interceptor)
-            changed = self.repack(scopes)[0]
-        return self._taken(out, {k: v for k, v in _variables(changed) if not _is_same(v, before.get(k))}, live)
+                result = _compat.run_method(self.function, copy, args, kwargs, self._interceptor)
+            after = self._lifted.repack(scopes)[0]
+        changed = {place: leaf for place, leaf in _variables(after) if not _is_same(leaf, before.get(place))}
+        return self._take_apart(result, changed, live)
 
     def keep_written(self, numbers: Sequence[int]) -> None:
         """Does nothing: a parameter that Flax lets a call write is an output like other variables."""
 
-    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
-        """All outputs."""
+    def without_passed(self, outs: Sequence[jax.Array]) -> Arrays:
+        """Returns all outputs."""
         return list(outs)
 
-    def finish(self, outs: Sequence[Any], result: Result) -> tuple[Any, Lifted]:
-        """The result of the method and the changed variables, in the form for Flax's lifting."""
+    def finish(self, outs: Sequence[jax.Array], result: Result) -> tuple[Any, Lifted]:
+        """Returns the result of the method and the changed variables, in the form for Flax's lifting."""
+        # In the order of `_take_apart`: of the result, of changed variables, of changed arguments.
         leaves = merged(result.is_array, outs, result.static)
-        num_results, num_changed = result.num_leaves
-        values = result.changed.together(leaves[num_results : num_results + num_changed], [])
+        end_of_changed = result.num_results + result.num_changed
+        values = result.changed.together(leaves[result.num_results : end_of_changed], [])
         if result.arguments is not None:
-            self._arguments.write(result.arguments, leaves[num_results + num_changed :])
-        out = self._arguments.result(result.results, leaves[:num_results])
-        for scope, counts in zip(self.scopes, result.counts, strict=True):
+            self._arguments.write(result.arguments, leaves[end_of_changed:])
+        returned = self._arguments.result(result.results, leaves[: result.num_results])
+        # The program may have been traced for an equal call: then the method has not run here, and made no keys.
+        for scope, counts in zip(self._lifted.scopes, result.counts, strict=True):
             _restore(scope.rng_counters, counts)
-        changed = list(zip(result.places, values, strict=True))
-        return out, (tuple(nested((p, v) for (k, p), v in changed if k == i) for i in range(len(self._outermost))),)
+        changed: list[list[tuple[Path, Any]]] = [[] for _ in self._outermost]
+        for (number, path), value in zip(result.places, values, strict=True):
+            changed[number].append((path, value))
+        return returned, (tuple(map(nested, changed)),)
 
-    def _taken(
-        self, out: Any, changed: Mapping[tuple[int, Path], Any], live: border.LiveArguments
-    ) -> tuple[list[Any], list[Any]]:
-        """The arrays in a result, changed variables and changed arguments; the rest is stored in `result`."""
-        results = border.results(out, live, self.location)
+    def _take_apart(
+        self, returned: Any, changed: Mapping[VariablePlace, Any], live: border.LiveArguments
+    ) -> tuple[Arrays, Arrays]:
+        """Returns the arrays in a result, and in changed variables and arguments; the rest is stored in `result`."""
+        results = border.results(returned, live, self.location)
         variables = border.results(list(changed.values()), live, self.location)
         if any(isinstance(x, (nn.Module, nn.Variable)) for x in (*results.leaves, *variables.leaves)):
             raise CallError(
@@ -285,8 +367,10 @@ class LinenCall:
                 do="return self.inner(x)  # its result, instead of self.inner",
             )
         arguments = self._arguments.changes(live, self.location)
-        further = [*variables.leaves, *([] if arguments is None else arguments.leaves)]
-        leaves = [*results.leaves, *further]
+        changed_leaves = list(variables.leaves)
+        if arguments is not None:
+            changed_leaves += arguments.leaves
+        leaves = [*results.leaves, *changed_leaves]
         is_array = [isinstance(x, jax.Array) for x in leaves]
         num_results = len(results.leaves)
         self.result = Result(
@@ -295,50 +379,64 @@ class LinenCall:
             arguments=None if arguments is None else arguments.form,
             is_array=tuple(is_array),
             static=tuple(others(is_array, leaves)),
-            num_leaves=(num_results, len(variables.leaves)),
+            num_results=num_results,
+            num_changed=len(variables.leaves),
             places=tuple(changed),
-            counts=tuple(_copied(scope.rng_counters) for scope in self.scopes),
+            counts=tuple(_copied(scope.rng_counters) for scope in self._lifted.scopes),
         )
-        return picked(is_array[:num_results], results.leaves), picked(is_array[num_results:], further)
+        return picked(is_array[:num_results], results.leaves), picked(is_array[num_results:], changed_leaves)
 
     def _path_of(self, keys: tuple) -> Path:
-        """Path of a parameter from the annotated module, without the keys that a box adds."""
+        """Returns the path of a parameter from the annotated module, without the keys that a box adds."""
         scope, *rest = keys
-        return _from((*self._outermost[scope.idx].path, *key_texts(tuple(rest))), self.prefix)
+        return _relative((*self._outermost[scope.idx].path, *key_texts(tuple(rest))), self.prefix)
 
 
 def call_lifted(
-    module: nn.Module,
-    function: Callable[..., Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
+    call: InterceptedCall,
     *,
     prefix: Path,
-    interceptor: Callable[..., Any],
+    interceptor: Method,
     run: Callable[[LinenCall], tuple[Any, Lifted]],
 ) -> Any:
-    """Calls a method of a bound module outside its scopes; `run` returns the result of the call's `finish`."""
-    callers = args, kwargs
-    scopes, args, kwargs = get_module_scopes(module, args, dict(kwargs))
+    """Calls a method of a bound module outside its scopes.
 
-    def inner(scope_fn: Callable, repack: Callable, groups: Lifted, rngs: Lifted) -> tuple[Any, Lifted]:
-        given = module, function, args, kwargs, scopes
-        return run(LinenCall(*given, scope_fn, repack, groups, rngs, prefix, interceptor, callers))
+    Args:
+        call: the call.
+        prefix: the path of the annotated module.
+        interceptor: the one that splits the call.
+        run: returns the result of the split call's `finish`, whose variables Flax writes into the module.
+    """
+    scopes, args, kwargs = get_module_scopes(call.module, call.args, dict(call.kwargs))
 
-    return lift.pack(inner, (True,), (True,), (True,))(scopes)
+    def run_split(make: Callable, repack: Callable, variables: Lifted, keys: Lifted) -> tuple[Any, Lifted]:
+        lifted = LiftedScopes(scopes, make, repack, variables, keys)
+        return run(LinenCall(call, args, kwargs, lifted, prefix, interceptor))
+
+    return lift.pack(run_split, (True,), (True,), (True,))(scopes)
 
 
-def _array_fields(module: nn.Module) -> dict[str, Any]:
-    return {name: x for name, x in _fields(module) if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
+# Fields of modules.
 
 
 def _fields(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    names = (f.name for f in dataclasses.fields(module) if f.init and f.name not in ("parent", "name"))
-    return ((name, getattr(module, name)) for name in names)
+    """Yields the fields that the user has set."""
+    for field in dataclasses.fields(module):
+        if field.init and field.name not in ("parent", "name"):
+            yield field.name, getattr(module, field.name)
 
 
-def _with(module: nn.Module, fields: dict[str, Any]) -> nn.Module:
-    """A module with other values in some fields, to be cloned; Flax would bind its own copy again."""
+def _array_fields(module: nn.Module) -> dict[str, Any]:
+    """Returns the fields with arrays in them: they are inputs of the program, which would keep them as constants."""
+    fields = {}
+    for name, value in _fields(module):
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
+            fields[name] = value
+    return fields
+
+
+def _with_fields(module: nn.Module, fields: Kwargs) -> nn.Module:
+    """Returns a module with other values in fields, to be cloned; Flax would bind its own copy again."""
     if not fields:
         return module
     copy = object.__new__(type(module))
@@ -346,20 +444,29 @@ def _with(module: nn.Module, fields: dict[str, Any]) -> nn.Module:
     return copy
 
 
-def _variables(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[int, Path], Any]]:
-    """The variables of scopes with their places; the first key of a path is the collection."""
-    for i, group in enumerate(groups):
+# Variables and scopes.
+
+
+def _without_params(variables: Collections) -> Collections:
+    return {name: tree for name, tree in variables.items() if name != PARAMS}
+
+
+def _variables(groups: Sequence[Collections]) -> Iterator[tuple[VariablePlace, Any]]:
+    """Yields the variables of the outermost scopes with their places."""
+    for number, group in enumerate(groups):
         for path, leaf in flat(group):
-            yield (i, path), leaf
+            yield (number, path), leaf
 
 
-def _is_same(leaf: Any, before: Any) -> bool:
-    (new, tree), (old, old_tree) = jax.tree.flatten(leaf), jax.tree.flatten(before)
-    return tree == old_tree and all(a is b for a, b in zip(new, old, strict=True))
+def _is_same(leaf: object, before: object) -> bool:
+    """Returns whether two variables consist of the same arrays; by identity, as traced ones have no values."""
+    new_leaves, new_tree = jax.tree.flatten(leaf)
+    old_leaves, old_tree = jax.tree.flatten(before)
+    return new_tree == old_tree and all(new is old for new, old in zip(new_leaves, old_leaves, strict=True))
 
 
 def _outermost(scopes: Sequence[Scope]) -> list[Scope]:
-    """The outermost of these scopes, as `lift.pack` takes them."""
+    """Returns the outermost of these scopes, as `lift.pack` takes them."""
     unique = dict.fromkeys(scopes)
     return [scope for scope in unique if not any(parent in unique for parent in _parents(scope))]
 
@@ -370,18 +477,18 @@ def _parents(scope: Scope) -> Iterator[Scope]:
         yield scope
 
 
-def _from(path: Path, start: Path) -> Path:
-    """A path relative to its prefix."""
-    found = inside(start, path)
-    return ("..", *path) if found is None else found
+def _relative(path: Path, start: Path) -> Path:
+    """Returns a path relative to its prefix; of another module's parameter, which the call borrows, behind `..`."""
+    relative = inside(start, path)
+    return ("..", *path) if relative is None else relative
 
 
-def _copied(counts: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A copy of counters that keeps their keys, which are counting objects, uncopied."""
-    return {k: _copied(v) if isinstance(v, dict) else v for k, v in counts.items()}
+def _copied(counts: KeyCounts) -> KeyCounts:
+    """Returns a copy of counters that keeps their keys, which are counting objects, uncopied."""
+    return {key: _copied(value) if isinstance(value, dict) else value for key, value in counts.items()}
 
 
-def _restore(counts: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+def _restore(counts: KeyCounts, saved: KeyCounts) -> None:
     """Sets counters in place: other scopes hold the same dicts."""
     for key in [key for key in counts if key not in saved]:
         del counts[key]

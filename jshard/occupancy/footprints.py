@@ -1,4 +1,4 @@
-"""Resources used on a multiprocessor: by NCCL per version and GPU, copy engines, and jshard's compiled kernels."""
+"""Resources that a collective uses on a multiprocessor: by NCCL per version and GPU, and by copy engines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jshard.occupancy.blocks import Block
 
 ASSUMED_CTAS = 16
 """The assumed number of blocks of a collective: NCCL chooses it by the links, and at most 64."""
+_MOST_CTAS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,9 @@ class CommFootprint:
     @property
     def block(self) -> Block | None:
         """One of its blocks; None if it has none."""
-        return Block(self.threads, self.registers, self.smem_bytes) if self.ctas else None
+        if self.ctas == 0:
+            return None
+        return Block(self.threads, self.registers, self.smem_bytes)
 
     def __str__(self) -> str:
         return f"NCCL {self.version} {self.name}" if self.version else self.name
@@ -60,30 +63,63 @@ COPY_ENGINE = CommFootprint(
 )
 """Collectives by the copy engines, which use no multiprocessor."""
 
-# Read with cuobjdump from the released NCCL: static shared memory of the kernels for sm_80, and for later GPUs; and the
-# highest register count of a kernel over symmetric memory.
-_RELEASES: Mapping[tuple[int, ...], tuple[int, int, int]] = types.MappingProxyType(
-    {(2, 28, 9): (7_104, 22_592, 128), (2, 30, 7): (14_144, 37_824, 128), (2, 32, 3): (14_144, 37_824, 128)}
+# ---- what was read of NCCL
+
+Version = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Release:
+    """Numbers of a release, read from its kernels with cuobjdump."""
+
+    sm_80_static_bytes: int  # static shared memory of the kernels for sm_80
+    later_static_bytes: int  # and of those for later GPUs
+    symmetric_registers: int  # the highest register count of a kernel over symmetric memory
+
+
+_RELEASES: Mapping[Version, _Release] = types.MappingProxyType(
+    {
+        (2, 28, 9): _Release(sm_80_static_bytes=7_104, later_static_bytes=22_592, symmetric_registers=128),
+        (2, 30, 7): _Release(sm_80_static_bytes=14_144, later_static_bytes=37_824, symmetric_registers=128),
+        (2, 32, 3): _Release(sm_80_static_bytes=14_144, later_static_bytes=37_824, symmetric_registers=128),
+    }
 )
-RING_THREADS = 512 + 32  # NCCL_NTHREADS by default, and a warp that synchronises
+
+
+@dataclasses.dataclass(frozen=True)
+class _Threads:
+    """The threads of a block."""
+
+    count: int
+    source: str
+
+
+SYNC_THREADS = 32  # a warp of a ring's block that only synchronises, and that NCCL_NTHREADS does not count
+RING_THREADS = 512 + SYNC_THREADS  # by default
+_SYMMETRIC = "symmetric"
+_THREADS: Mapping[str, _Threads] = types.MappingProxyType(
+    {
+        "ring": _Threads(
+            RING_THREADS, "src/enqueue.cc of 2.30.7, the simple protocol: 512 and a warp that synchronises"
+        ),
+        "tree": _Threads(640, "src/enqueue.cc of 2.30.7"),
+        "nvls": _Threads(640, "src/graph/tuning.cc of 2.30.7, maxThreads of NVLS"),
+        "pat": _Threads(640, "src/enqueue.cc of 2.30.7"),
+        "p2p": _Threads(640, "src/enqueue.cc of 2.30.7, scheduleP2pTasksToPlan"),
+        _SYMMETRIC: _Threads(512, "ncclSymkMaxThreads; kernels that load by TMA also take all of the shared memory"),
+    }
+)
 _DYNAMIC_BYTES = 20 * 4112  # ncclShmemDynamicSize: 4112 for each of 640 / 32 warps
 _REGISTERS = 96  # of every ncclDevKernel_*
 _SOURCE = (
     "registers and static shared memory: cuobjdump of the released NCCL {}; dynamic: src/include/device.h of 2.30.7,"
     " and assumed for others; threads: "
 )
-_THREADS: Mapping[str, tuple[int, str]] = types.MappingProxyType(
-    {
-        "ring": (RING_THREADS, "src/enqueue.cc of 2.30.7, the simple protocol: 512 and a warp that synchronises"),
-        "tree": (640, "src/enqueue.cc of 2.30.7"),
-        "nvls": (640, "src/graph/tuning.cc of 2.30.7, maxThreads of NVLS"),
-        "pat": (640, "src/enqueue.cc of 2.30.7"),
-        "p2p": (640, "src/enqueue.cc of 2.30.7, scheduleP2pTasksToPlan"),
-        "symmetric": (512, "ncclSymkMaxThreads; kernels that load by TMA also take all of the shared memory"),
-    }
-)
+
 FOOTPRINTS = (*_THREADS, COPY_ENGINE.name)
 """The kinds of footprints: algorithms of NCCL, its kernels over symmetric memory, and copy engines."""
+
+# ---- the footprint of a collective
 
 
 def footprint(
@@ -94,7 +130,7 @@ def footprint(
     ctas: int | None = None,
     nccl_nthreads: int | None = None,
 ) -> CommFootprint:
-    """The resources of a collective on a GPU.
+    """Returns the resources of a collective on a GPU.
 
     Args:
         kind: one of `FOOTPRINTS`.
@@ -107,6 +143,46 @@ def footprint(
     Raises:
         OccupancyError: the kind or version is unknown, NCCL has fewer blocks or threads, or the GPU has no NVLS.
     """
+    check_kind(kind)
+    if kind == "nvls":
+        _check_nvls(gpu)
+    _check_sizes(kind, ctas, nccl_nthreads)
+    if kind == COPY_ENGINE.name:
+        return COPY_ENGINE
+    release_version = _nearest_release(version)
+    version_text = _version_text(release_version)
+    release = _RELEASES[release_version]
+    threads = _THREADS[kind]
+    if nccl_nthreads is not None:
+        threads = _Threads(nccl_nthreads + SYNC_THREADS, f"{threads.source}; NCCL_NTHREADS={nccl_nthreads}")
+    source = _SOURCE.format(version_text) + threads.source
+    if ctas is None:
+        source += "; ctas: an assumption"
+    return CommFootprint(
+        name=kind,
+        ctas=ASSUMED_CTAS if ctas is None else ctas,
+        threads=threads.count,
+        registers=release.symmetric_registers if kind == _SYMMETRIC else _REGISTERS,
+        smem_bytes=_smem_bytes(kind, gpu, release),
+        source=source,
+        version=version_text,
+    )
+
+
+def _smem_bytes(kind: str, gpu: GpuFacts, release: _Release) -> int:
+    """Returns the shared memory of a block, static and dynamic."""
+    if kind == _SYMMETRIC:
+        return 0
+    static_bytes = release.sm_80_static_bytes if gpu.major == 8 else release.later_static_bytes
+    return static_bytes + _DYNAMIC_BYTES
+
+
+def check_kind(kind: str) -> None:
+    """Refuses a kind that is unknown.
+
+    Raises:
+        OccupancyError: it is not in `FOOTPRINTS`.
+    """
     if kind not in FOOTPRINTS:
         raise OccupancyError(
             f"The footprint {kind!r} is unknown.",
@@ -114,122 +190,80 @@ def footprint(
             why=f"the footprints are {', '.join(FOOTPRINTS)}.",
             do='footprint("ring", gpu=gpu)  # the default for collectives of FSDP',
         )
-    if kind == "nvls" and gpu.major < 9:
+
+
+def _check_nvls(gpu: GpuFacts) -> None:
+    """Refuses a GPU without NVLink SHARP."""
+    if gpu.major < 9:
         raise OccupancyError(
             f"{gpu.title} has no NVLS.",
             where="footprint='nvls'",
             why=f"NVLink SHARP needs sm_90 or newer, and this GPU is {gpu.arch}.",
             do='footprint("ring", gpu=gpu)  # on the command line: --footprint ring',
         )
-    wrong = []
-    if ctas is not None and not 1 <= ctas <= 64:
-        wrong.append((f"ctas={ctas}", "NCCL has 1 to 64 channels."))
+
+
+def _check_sizes(kind: str, ctas: int | None, nccl_nthreads: int | None) -> None:
+    """Refuses numbers of blocks and threads that NCCL does not have."""
+    places = []
+    reasons = []
+    if ctas is not None and not 1 <= ctas <= _MOST_CTAS:
+        places.append(f"ctas={ctas}")
+        reasons.append("NCCL has 1 to 64 channels.")
     if nccl_nthreads is not None and (kind != "ring" or nccl_nthreads not in range(64, 513, 32)):
-        wrong.append((f"nccl_nthreads={nccl_nthreads}", "it must be a multiple of 32 from 64 to 512; only for rings."))
-    if wrong:
-        where, why = zip(*wrong, strict=True)
-        do = f'footprint("ring", gpu=gpu, ctas={ASSUMED_CTAS}, nccl_nthreads=256)'
-        raise OccupancyError("The collective is not valid.", where=where, why="\n".join(why), do=do)
-    if kind == COPY_ENGINE.name:
-        return COPY_ENGINE
-    found = _release(version)
-    sm_80_bytes, later_bytes, symmetric_registers = _RELEASES[found]
-    number, (threads, threads_source) = ".".join(map(str, found)), _THREADS[kind]
-    if nccl_nthreads is not None:
-        threads, threads_source = nccl_nthreads + 32, f"{threads_source}; NCCL_NTHREADS={nccl_nthreads}"
-    is_symmetric = kind == "symmetric"
-    return CommFootprint(
-        name=kind,
-        ctas=ASSUMED_CTAS if ctas is None else ctas,
-        threads=threads,
-        registers=symmetric_registers if is_symmetric else _REGISTERS,
-        smem_bytes=0 if is_symmetric else (sm_80_bytes if gpu.major == 8 else later_bytes) + _DYNAMIC_BYTES,
-        source=_SOURCE.format(number) + threads_source + ("; ctas: an assumption" if ctas is None else ""),
-        version=number,
-    )
+        places.append(f"nccl_nthreads={nccl_nthreads}")
+        reasons.append("it must be a multiple of 32 from 64 to 512; only for rings.")
+    if places:
+        raise OccupancyError(
+            "The collective is not valid.",
+            where=places,
+            why="\n".join(reasons),
+            do=f'footprint("ring", gpu=gpu, ctas={ASSUMED_CTAS}, nccl_nthreads=256)',
+        )
 
 
-def parsed_version(version: str) -> tuple[int, ...]:
-    """A version of NCCL as numbers."""
+# ---- versions of NCCL
+
+
+def parsed_version(version: str) -> Version:
+    """Returns a version of NCCL as numbers.
+
+    Raises:
+        OccupancyError: the text is not a version.
+    """
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
         raise _bad_version(version, "it is not a version such as 2.30.7.")
     return tuple(map(int, version.split(".")))
 
 
-def _release(version: str | None) -> tuple[int, ...]:
-    """The newest release with known numbers that is not newer than the requested one."""
-    asked = max(_RELEASES) if version is None else parsed_version(version)
-    found = max((known for known in _RELEASES if known <= asked), default=None)
-    if found is None:
-        raise _bad_version(str(version), "it is older than all releases whose kernels were read.")
-    if found != asked:
+def _nearest_release(version: str | None) -> Version:
+    """Returns the newest release with known numbers that is not newer than the requested one."""
+    if version is None:
+        return max(_RELEASES)
+    requested = parsed_version(version)
+    older = [known for known in _RELEASES if known <= requested]
+    if not older:
+        raise _bad_version(version, "it is older than all releases whose kernels were read.")
+    nearest = max(older)
+    if nearest != requested:
         warnings.warn(
             f"The kernels of NCCL {version} were not read: its footprint is assumed to be that of"
-            f" {'.'.join(map(str, found))}, the nearest older release that was read.",
+            f" {_version_text(nearest)}, the nearest older release that was read.",
             OccupancyWarning,
-            stacklevel=3,
+            stacklevel=3,  # the caller of `footprint`
         )
-    return found
+    return nearest
+
+
+def _version_text(version: Version) -> str:
+    return ".".join(map(str, version))
 
 
 def _bad_version(version: str, why: str) -> OccupancyError:
-    known = [".".join(map(str, numbers)) for numbers in _RELEASES]
+    known = [_version_text(release) for release in _RELEASES]
     return OccupancyError(
         f"The footprint of NCCL {version} is unknown.",
         where=f"version={version!r}",
         why=f"{why}\nknown versions: {', '.join(known)}.",
         do=f'footprint("ring", gpu=gpu, version="{known[-1]}")',
     )
-
-
-# The kernels of jshard as compiled: the resources of a block of each.
-
-
-@dataclasses.dataclass(frozen=True)
-class ShippedKernel:
-    """A kernel in one form."""
-
-    name: str  # of the kernel as in profiles, without "jshard_", e.g. "matmul_nn_tiled"
-    tiles: str  # its tiles and pipeline stages, e.g. "64x128x64/3"; for a norm the width of its rows
-    threads: int  # of a block
-    registers: int  # of a thread, as the assembler reports them
-    smem_bytes: int  # of a block, without padding
-    persistent: bool  # whether its blocks stay until the kernel ends
-
-    @property
-    def label(self) -> str:
-        """Name and tiles, which identify a form."""
-        return f"{self.name}:{self.tiles}" if self.tiles else self.name
-
-    @property
-    def block(self) -> Block:
-        """The resources of one of its blocks."""
-        return Block(self.threads, self.registers, self.smem_bytes)
-
-    def is_called(self, name: str) -> bool:
-        """Whether a name matches it: its own, that of its form, or a prefix such as "matmul"."""
-        return name in (self.name, self.label) or self.name.startswith(f"{name}_")
-
-
-# From `python -m benchmarks.kernels.table`, like the table below; a test compiles them again. Products of transposed
-# operands need the same resources, and the other products of an MLP are those of matmul.
-SHIPPED_SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
-
-SHIPPED = (
-    ShippedKernel("matmul_nn_persistent", "256x128x64/4", 384, 168, 229_441, True),
-    ShippedKernel("matmul_nn_tiled", "128x128x64/4", 128, 154, 163_873, False),
-    ShippedKernel("matmul_nn_tiled", "64x128x64/3", 128, 90, 90_137, False),
-    ShippedKernel("matmul_nn_tiled", "64x64x64/2", 128, 58, 40_977, False),
-    ShippedKernel("mlp_gelu_persistent", "256x128x64/4", 384, 168, 229_441, True),
-    ShippedKernel("mlp_gelu_tiled", "128x128x64/4", 128, 194, 163_873, False),
-    ShippedKernel("mlp_silu_persistent", "128x128x64/4", 384, 168, 229_441, True),
-    ShippedKernel("mlp_silu_tiled", "64x128x64/4", 128, 255, 180_257, False),
-    ShippedKernel("rms_norm", "1024", 128, 40, 2_049, False),
-    ShippedKernel("rms_norm_backward", "1024", 128, 56, 2_049, False),
-    ShippedKernel("layer_norm", "1024", 128, 55, 2_049, False),
-    ShippedKernel("layer_norm_backward", "1024", 128, 72, 2_049, False),
-    ShippedKernel("rms_norm", "4096", 128, 96, 2_049, False),
-    ShippedKernel("rms_norm_backward", "4096", 128, 206, 2_049, False),
-    ShippedKernel("layer_norm", "4096", 128, 167, 2_049, False),
-    ShippedKernel("layer_norm_backward", "4096", 128, 254, 2_049, False),
-)

@@ -1,4 +1,4 @@
-"""The tuner's measurements, in a persistent file; and the best setting of a kernel according to them."""
+"""The tuner's measurements, in a persistent file, and how several processes come to use the same ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -17,69 +17,7 @@ from jshard._processes import all_or_none, is_primary
 from jshard.errors import RunError, ShardingError, UnsafeFileError
 from jshard.kernels.backend import KernelError, Occupancy
 from jshard.occupancy import CommFootprint
-
-MOST_SLOWER = 1.15
-"""A kernel whose time alone exceeds XLA's by this factor is dropped: no overlap can make up for it."""
-_ALIKE = 1.25  # ratio of call times for which one latency may be stated to the scheduler
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One setting, measured."""
-
-    setting: Occupancy | None  # of the kernel; None for XLA's own product
-    alone_ns: int  # of one call with nothing beside it
-    both_ns: int  # until the call and the load beside it have ended
-
-
-Calls = Sequence[tuple[Sequence[Timing], int]]
-"""The measurements of some shapes, and how often each is called."""
-
-
-def quickest(calls: Calls) -> Timing:
-    """The setting with the least time beside the load; settings above 1.15 times XLA's time alone are excluded.
-
-    For several shapes, the total time of all their calls is compared, for settings measured with all shapes.
-    """
-    kept = []
-    for timings, _ in calls:
-        plain = next(timing for timing in timings if timing.setting is None)
-        kept.append([one.setting for one in timings if one.alone_ns <= round(MOST_SLOWER * plain.alone_ns)])
-    sums = [total(setting, calls) for setting in kept[0] if all(setting in other for other in kept[1:])]
-    return min(sums, key=lambda one: (one.both_ns, one.alone_ns, one.setting is not None))
-
-
-def total(setting: Occupancy | None, calls: Calls) -> Timing:
-    """The times of all calls with one setting, added up."""
-    found = [(_of(setting, timings), count) for timings, count in calls]
-    return Timing(
-        setting=setting,
-        alone_ns=sum(one.alone_ns * count for one, count in found),
-        both_ns=sum(one.both_ns * count for one, count in found),
-    )
-
-
-def latency_of(setting: Occupancy, calls: Calls) -> int | None:
-    """The time of one call alone; None if it differs much by shape."""
-    each = [_of(setting, timings).alone_ns for timings, _ in calls]
-    return None if max(each) > _ALIKE * min(each) else total(setting, calls).alone_ns // sum(n for _, n in calls)
-
-
-def _of(setting: Occupancy | None, timings: Sequence[Timing]) -> Timing:
-    return next(timing for timing in timings if timing.setting == setting)
-
-
-def setting_text(knobs: Occupancy | None) -> str:
-    """A short description of a setting."""
-    if knobs is None:
-        return "XLA's own"
-    tiles = f"{knobs.tile_m}x{knobs.tile_n}x{knobs.tile_k}/{knobs.stages}"
-    if knobs.persistent:
-        return f"{tiles} persistent" + (f", reserved_sms={knobs.reserved_sms}" if knobs.reserved_sms else "")
-    return tiles + (f", smem_pad_bytes={knobs.smem_pad_bytes}" if knobs.smem_pad_bytes else "")
-
-
-# The file.
+from jshard.occupancy.timings import Timing
 
 FORMAT = "jshard tuning 2"
 
@@ -100,8 +38,13 @@ class Key:
     jax: str = dataclasses.field(default_factory=_compat.jax_version)  # which also stands for the compiler
 
     def holds_for(self, is_of: Callable[[str], bool], footprint: str) -> bool:
-        """Whether it was measured on this kind of device, beside this collective, with this version of jax."""
-        return (self.jax, self.footprint) == (_compat.jax_version(), footprint) and is_of(self.device)
+        """Returns whether it was measured on a kind of device, beside a collective, with this version of jax.
+
+        Args:
+            is_of: whether measurements on a kind of device are valid, see `Device.is_of`.
+            footprint: the collective, by `footprint_text`.
+        """
+        return self.jax == _compat.jax_version() and self.footprint == footprint and is_of(self.device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,50 +60,25 @@ Measured = Mapping[Key, TuningEntry]
 
 
 def footprint_text(comm: CommFootprint) -> str:
-    """A footprint by its numbers: kinds of collectives with equal numbers have the same effect on a kernel."""
+    """Describes a footprint by its numbers, for a key.
+
+    The version of NCCL and the source of the numbers are left out: footprints with equal numbers have the same effect
+    on a kernel.
+    """
     if not comm.ctas:
         return f"{comm.name}: no blocks"
     return f"{comm.name}: {comm.ctas} x {comm.threads} threads x {comm.registers} registers, {comm.smem_bytes} bytes"
 
 
 def default_path() -> Path:
-    """The file in the user's cache folder."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # a relative path is ignored
-    return folder / "jshard" / "tuning.json"
+    """Returns the file in the user's cache folder."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):  # the XDG specification: a relative path is ignored
+        return Path.home() / ".cache" / "jshard" / "tuning.json"
+    return Path(folder) / "jshard" / "tuning.json"
 
 
-def load(path: Path) -> dict[Key, TuningEntry]:
-    """The entries of a file; empty if there is no file.
-
-    Raises:
-        CacheError: it cannot be read, or has another format. The file is not changed.
-    """
-    try:
-        return parsed(read_bytes(path), path)
-    except FileNotFoundError:
-        return {}
-    except (CacheError, UnsafeFileError):
-        raise
-    except OSError as error:
-        raise _unreadable(path, str(error)) from error
-
-
-def parsed(text: str | bytes, path: Path) -> dict[Key, TuningEntry]:
-    """The entries in the text of a file."""
-    try:
-        data = parse_json(text)
-        form = checked(data, _Formatted)["format"]
-        if form != FORMAT:
-            raise _unreadable(path, f"its format is {form!r}, and this version of jshard reads {FORMAT!r}.")
-        entries = checked(data, _StoredEntries)["entries"]
-        return {_key(one): _entry(one) for one in entries}
-    except CacheError:
-        raise
-    except KernelError as error:
-        raise _unreadable(path, f"it is damaged: {error.what} {error.why}") from error
-    except ValueError as error:
-        raise _unreadable(path, f"it is damaged: {error}.") from error
+# ---- reading
 
 
 class _Formatted(TypedDict):
@@ -178,12 +96,78 @@ class _StoredEntries(TypedDict):
     entries: list[_StoredEntry]
 
 
+def load(path: Path) -> dict[Key, TuningEntry]:
+    """Returns the entries of a file; none if there is no file.
+
+    Raises:
+        CacheError: it cannot be read, or has another format. The file is not changed.
+    """
+    try:
+        return parsed(read_bytes(path), path)
+    except FileNotFoundError:
+        return {}
+    except (CacheError, UnsafeFileError):
+        raise
+    except OSError as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def parsed(text: str | bytes, path: Path) -> dict[Key, TuningEntry]:
+    """Returns the entries in the text of a file.
+
+    Raises:
+        CacheError: it is damaged, or has another format.
+    """
+    try:
+        data = parse_json(text)
+        # The format comes first: entries of another one have another form, and are not damaged for that.
+        file_format = checked(data, _Formatted)["format"]
+        if file_format != FORMAT:
+            raise _unreadable(path, f"its format is {file_format!r}, and this version of jshard reads {FORMAT!r}.")
+        entries = {}
+        for entry in checked(data, _StoredEntries)["entries"]:
+            key, value = _parsed_entry(entry)
+            entries[key] = value
+        return entries
+    except CacheError:
+        raise
+    except KernelError as error:  # knobs that no kernel has
+        raise _unreadable(path, f"it is damaged: {error.what} {error.why}") from error
+    except ValueError as error:
+        raise _unreadable(path, f"it is damaged: {error}.") from error
+
+
+def _parsed_entry(data: Mapping[str, Any]) -> tuple[Key, TuningEntry]:
+    """Returns an entry as objects: `checked` leaves dataclasses as dicts."""
+    key = Key(**data["key"])
+    timings = []
+    for timing in data["timings"]:
+        setting = None if timing["setting"] is None else Occupancy(**timing["setting"])
+        timings.append(Timing(setting=setting, alone_ns=timing["alone_ns"], both_ns=timing["both_ns"]))
+    if all(timing.setting is not None for timing in timings):
+        raise ValueError("XLA's own time is missing, the baseline of all comparisons.")
+    return key, TuningEntry(timings=tuple(timings), load_bytes=data["load_bytes"], when=data["when"])
+
+
+def _unreadable(path: Path, why: str) -> CacheError:
+    return CacheError(
+        "The file is not a readable record of measurements.",
+        where=str(path),
+        why=why,
+        do=f"--cache tuning.json  # another file; or, if it is not needed: mv {path} {path}.old",
+    )
+
+
+# ---- writing
+
+
 def store(path: Path, entries: Measured) -> None:
     """Adds entries to a file, replacing those with the same key. A reader sees the old file or the new one."""
     text = text_of({**load(path), **entries})
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder: `os.replace` is atomic within a file system only.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
             temporary = file.name
             file.write(text)
@@ -200,47 +184,42 @@ def store(path: Path, entries: Measured) -> None:
 
 
 def text_of(entries: Measured) -> str:
-    """Entries as the text of a file."""
-    whole = [{"key": dataclasses.asdict(key), **dataclasses.asdict(entry)} for key, entry in sorted(entries.items())]
-    return json.dumps({"format": FORMAT, "entries": whole}, indent=1) + "\n"
+    """Returns entries as the text of a file."""
+    records = []
+    for key, entry in sorted(entries.items()):
+        records.append({"key": dataclasses.asdict(key), **dataclasses.asdict(entry)})
+    return json.dumps({"format": FORMAT, "entries": records}, indent=1) + "\n"
 
 
-def _key(data: Mapping[str, Any]) -> Key:
-    return Key(**data["key"])
-
-
-def _entry(data: Mapping[str, Any]) -> TuningEntry:
-    settings = [None if one["setting"] is None else Occupancy(**one["setting"]) for one in data["timings"]]
-    timings = [Timing(**one | {"setting": s}) for one, s in zip(data["timings"], settings, strict=True)]
-    if None not in settings:
-        raise ValueError("XLA's own time is missing, the baseline of all comparisons.")
-    return TuningEntry(timings=tuple(timings), load_bytes=data["load_bytes"], when=data["when"])
-
-
-def _unreadable(path: Path, why: str) -> CacheError:
-    return CacheError(
-        "The file is not a readable record of measurements.",
-        where=str(path),
-        why=why,
-        do=f"--cache tuning.json  # another file; or, if it is not needed: mv {path} {path}.old",
-    )
-
-
-# With several processes the first one decides: all must trace the same program.
+# ---- several processes
 
 
 def of_first(work: Callable[[], str], *, where: str) -> str:
-    """The result of the first process; the others only receive it. All processes must call this."""
-    made, error = "", None
+    """Returns the result of the first process; the others only receive it. All processes must call this.
+
+    The first one decides, because all must trace the same program: files on two hosts, and times measured on two GPUs,
+    differ.
+
+    Args:
+        work: what the first process does.
+        where: the place for an error.
+
+    Raises:
+        RunError: the work of the first process failed; every process raises it.
+    """
+    result = ""
+    error = None
     if is_primary():
         try:
-            made = work()
+            result = work()
         except Exception as caught:  # the others wait for the outcome
             error = caught
 
     def failed(failures: Mapping[int, Mapping[str, Any]]) -> RunError:
-        what = next(iter(failures[0]["what"].splitlines()), "")
-        why = f"{failures[0]['kind']}: {what}"
+        failure = failures[0]
+        first_line = next(iter(failure["what"].splitlines()), "")
+        why = f"{failure['kind']}: {first_line}"
         return RunError("The first process failed.", where=where, why=why, do="see the output of process 0.")
 
-    return str(all_or_none(f"first of {where}", made, error, failed=failed)[0])
+    results = all_or_none(f"first of {where}", result, error, failed=failed)
+    return str(results[0])

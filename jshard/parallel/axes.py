@@ -7,9 +7,10 @@
 All of them are no-ops if the mesh lacks the axis, and in global view: the model stays correct on one device.
 """
 
+import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jshard.engine.inner import exchanged
 from jshard.engine.per_example import per_example, sum_of_parts
 from jshard.errors import AnnotationError, CallError
 from jshard.plans.checks import check_not_placed
-from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, degree
+from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, AnyMesh, degree
 from jshard.plans.model_axes import Entry, axes_of, spec_over
 from jshard.plans.units import dotted, plain_class, walk
 
@@ -53,28 +54,52 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
             why="it names axes of the parameters that a module holds, and init creates those of a Linen module.",
             do='nn.Dense(64, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor")))',
         )
-    unused, deep = dict.fromkeys(table), []
-    params = [(dotted(path), v) for path, v in walk(model) if isinstance(v, nnx.Param)]
-    named: list[tuple[nnx.Param, tuple[Entry, ...]]] = []
+    where = f"js.parallel.split({plain_class(model).__name__}, ...)"
+    params = [(dotted(path), variable) for path, variable in walk(model) if isinstance(variable, nnx.Param)]
+    assignments: list[_AxisAssignment] = []
+    faults = []
+    unused = dict.fromkeys(table)  # a set that keeps its order
     for path, variable in params:
-        pattern = next((p for p in table if fnmatch.fnmatch(path, p)), None)
+        pattern = _first_match(path, table)
         if pattern is None:
             continue
         unused.pop(pattern, None)
-        entries, ndim = tuple(table[pattern]), len(variable.get_raw_value().shape)
-        deep += [f"{pattern!r}: {entries}, and {path} has {ndim} dims"] if len(entries) > ndim else []
-        named.append((variable, (None,) * (ndim - len(entries)) + entries))
-    if wrong := [*deep, *(f"{pattern!r} matches no parameter" for pattern in unused)]:
-        listed = f"{', '.join(path for path, _ in params[:4])}{', ...' if len(params) > 4 else ''}"
+        entries = tuple(table[pattern])
+        ndim = len(variable.get_raw_value().shape)
+        if len(entries) > ndim:
+            faults.append(f"{pattern!r}: {entries}, and {path} has {ndim} dims")
+        num_leading_dims = ndim - len(entries)
+        assignments.append(_AxisAssignment(variable, (None,) * num_leading_dims + entries))
+    faults += [f"{pattern!r} matches no parameter" for pattern in unused]
+    if faults:
+        listed = ", ".join(path for path, _ in params[:4])
+        if len(params) > 4:
+            listed += ", ..."
         raise AnnotationError(
             "A row of the table matches no parameter.",
-            where=[f"js.parallel.split({plain_class(model).__name__}, ...): {row}" for row in wrong],
+            where=[f"{where}: {fault}" for fault in faults],
             why=f"each entry is for one of the last dims; the parameters are {listed}.",
             do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # * matches anything',
         )
-    check_not_placed(model, f"js.parallel.split({plain_class(model).__name__}, ...)")
-    for variable, entries in named:
-        variable.set_metadata(out_sharding=entries)
+    check_not_placed(model, where)
+    # Only now: a table with a fault changes no parameter.
+    for assignment in assignments:
+        assignment.variable.set_metadata(out_sharding=assignment.entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AxisAssignment:
+    """The mesh axes of a parameter's dims."""
+
+    variable: nnx.Param
+    entries: tuple[Entry, ...]
+
+
+def _first_match(path: str, patterns: Iterable[str]) -> str | None:
+    for pattern in patterns:
+        if fnmatch.fnmatch(path, pattern):
+            return pattern
+    return None
 
 
 def hold(x: jax.Array, *entries: Entry) -> jax.Array:
@@ -94,30 +119,56 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
     Example:
         >>> x_BTD = js.parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
     """
-    named = [n for entry in entries for n in axes_of(entry)]
     where = f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})"
-    if wrong := [n for n in named if n not in AXES or n in REGION_AXES]:
+    axes = [axis for entry in entries for axis in axes_of(entry)]
+    not_of_model = [axis for axis in axes if axis not in AXES or axis in REGION_AXES]
+    if not_of_model:
         raise CallError(
             "An activation cannot be split over this axis.",
             where=where,
-            why=f"{', '.join(map(repr, wrong))}: only 'tensor' is the model's; others split the batch and sequences.",
+            why=f"{', '.join(map(repr, not_of_model))}: only 'tensor' is the model's; others split the batch and"
+            " sequences.",
             do='js.parallel.hold(x, None, "tensor")',
         )
     mesh = region_mesh()
-    own = {} if mesh is None else {a: n for a, n in mesh.shape.items() if a not in REGION_AXES}
-    degrees = _compat.automatic_axes() if mesh is None else own
-    if not any(n > 1 for n in degrees.values()) or (mesh is None and not _compat.manual_axes()):
+    degrees = _degrees_of_model(mesh)
+    if all(size == 1 for size in degrees.values()):
         return x
-    uneven = [d for d, entry in enumerate(entries) for n in axes_of(entry) if x.shape[d] % degrees.get(n, 1)]
+    _check_divisible(x, entries, degrees, where)
+    spec = spec_over(tuple(degrees), entries)
+    if mesh is None:
+        return lax.with_sharding_constraint(x, spec)
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _degrees_of_model(mesh: AnyMesh | None) -> dict[str, int]:
+    """Returns the axes over which the compiler splits activations of a model, and their degrees.
+
+    Args:
+        mesh: the one for which the model is traced in global view; None inside a `shard_map`, or in no model.
+    """
+    if mesh is not None:
+        return {axis: size for axis, size in mesh.shape.items() if axis not in REGION_AXES}
+    if not _compat.manual_axes():
+        return {}  # in global view, or in no model: no constraint
+    return _compat.automatic_axes()
+
+
+def _check_divisible(x: jax.Array, entries: Sequence[Entry], degrees: Mapping[str, int], where: str) -> None:
+    """Raises for dims that do not divide by the degree of their axis."""
+    uneven = []
+    for dim, entry in enumerate(entries):
+        for axis in axes_of(entry):
+            if x.shape[dim] % degrees.get(axis, 1):
+                uneven.append(dim)
     if uneven:
+        noun = "dim" if len(uneven) == 1 else "dims"
         raise CallError(
             "An activation cannot be split over an axis.",
             where=where,
-            why=f"dim{'s'[: len(uneven) > 1]} {', '.join(map(str, uneven))} does not divide by its degree: {degrees}.",
+            why=f"{noun} {', '.join(map(str, uneven))} does not divide by its degree: {degrees}.",
             do="choose a length that divides, or omit the axis.",
         )
-    spec = spec_over(tuple(degrees), entries)
-    return lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
 
 
 def to_experts(x: jax.Array) -> jax.Array:
@@ -136,7 +187,7 @@ def to_experts(x: jax.Array) -> jax.Array:
 
 
 def from_experts(x: jax.Array) -> jax.Array:
-    """The inverse of `to_experts`: returns the experts' outputs to their data shards.
+    """Returns the experts' outputs to their data shards: the inverse of `to_experts`.
 
     Args:
         x: (experts, batch, ...), split along the experts.
@@ -167,20 +218,26 @@ def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.
     Example:
         >>> linear = js.parallel.by_experts(lambda rows, w_EDF: jnp.einsum("be,bd,edf->bf", *rows, w_EDF))
     """
-    apart = functools.wraps(fn)(functools.partial(sum_of_parts, fn))
+    split_over_experts = functools.wraps(fn)(functools.partial(sum_of_parts, fn))
 
     @functools.wraps(fn)
     def call(examples: Any, experts: Any) -> jax.Array:
         mesh = region_mesh()
-        are_apart = mesh is not None and degree(mesh, EXPERT) > 1
-        return per_example(apart if are_apart else fn, in_axes=(0, None))(examples, experts)
+        has_expert_axis = mesh is not None and degree(mesh, EXPERT) > 1
+        run = split_over_experts if has_expert_axis else fn
+        return per_example(run, in_axes=(0, None))(examples, experts)
 
     return call
 
 
 def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:
-    """The array, split along a different dim over `expert`."""
-    if (mesh := region_mesh()) is not None:
-        return exchanged(x, EXPERT, source, target) if degree(mesh, EXPERT) > 1 else x
-    has_experts = EXPERT in _compat.manual_axes()
-    return lax.all_to_all(x, EXPERT, split_axis=target, concat_axis=source, tiled=True) if has_experts else x
+    """Returns the array split along a different dim over `expert`."""
+    mesh = region_mesh()
+    if mesh is not None:
+        if degree(mesh, EXPERT) == 1:
+            return x
+        return exchanged(x, EXPERT, source, target)
+    if EXPERT not in _compat.manual_axes():
+        return x
+    # Inside a `shard_map` of the caller, where `x` is this device's part.
+    return lax.all_to_all(x, EXPERT, split_axis=target, concat_axis=source, tiled=True)

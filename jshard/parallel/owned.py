@@ -13,31 +13,38 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend import core as jex
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.rules import record_of
+from jshard.engine.rules import type_of
 from jshard.errors import CallError
+from jshard.parallel.matrix_parts import (
+    MATRIX_SIZE,
+    MatrixPart,
+    Specs,
+    Values,
+    evaluated,
+    find_parts,
+    inlined,
+    value_of,
+    variables_read,
+)
 from jshard.plans.array_paths import key_texts
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.model_axes import axes_of
 from jshard.plans.state_places import update_layout
 
-_BIG = 1024  # elements; a smaller array is not treated as a matrix
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-_PRODUCTS = frozenset("dot_general cholesky eigh eig lu qr householder_product svd triangular_solve schur".split())
-
 
 def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The transformation, with each whole-matrix computation done by the device that owns the matrix.
+    """Returns a transformation in which each whole-matrix computation is done by the device that owns the matrix.
 
     Matrices of one shape and sharding are stacked; one all-to-all brings whole matrices to their owners, the same
     number to each, and one returns the results. The state's sharding and storage are unchanged. If the equal matrices
@@ -63,8 +70,8 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
     plain = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        found = update_layout.get()
-        if found is None:
+        layout = update_layout.get()
+        if layout is None:
             raise CallError(
                 "js.shard_matrices does not know where the arrays are.",
                 where="js.shard_matrices(tx).update(...)",
@@ -73,274 +80,195 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
                 "Linen: TrainState.create(..., tx=js.shard_optimizer(model, js.shard_matrices(optax.contrib.muon(1e-3)"
                 ")))",
             )
-        given, tree = jax.tree.flatten_with_path((grads, state, params, extra))
-        at = [i for i, (_, x) in enumerate(given) if isinstance(x, jax.Array)]
+        paths_and_leaves, tree = jax.tree.flatten_with_path((grads, state, params, extra))
+        leaves = [leaf for _, leaf in paths_and_leaves]
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-        def flat(*arrays: jax.Array) -> Any:
-            leaves = [x for _, x in given]
-            for i, x in zip(at, arrays, strict=True):
-                leaves[i] = x
-            grads, state, params, extra = jax.tree.unflatten(tree, leaves)
+        def update_arrays(*arrays: jax.Array) -> Any:
+            """Updates from the arrays among the leaves; the others, such as numbers, are constants."""
+            all_leaves = list(leaves)
+            for i, x in zip(positions, arrays, strict=True):
+                all_leaves[i] = x
+            grads, state, params, extra = jax.tree.unflatten(tree, all_leaves)
             return plain.update(grads, state, params, **extra)
 
-        arrays = [given[i][1] for i in at]
-        specs = [found.places.spec(key_texts(given[i][0]), given[i][1].shape) for i in at]
-        return _UpdateProgram(flat, arrays, specs, found.mesh).run(arrays)
+        arrays = []
+        specs = []
+        for i in positions:
+            path, array = paths_and_leaves[i]
+            arrays.append(array)
+            specs.append(layout.places.spec(key_texts(path), array.shape))
+        return _OwnedUpdate(update_arrays, arrays, specs, layout.mesh).run(arrays)
 
     return optax.GradientTransformationExtraArgs(plain.init, cast(Any, update))
 
 
-Axes = tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True)
-class _MatrixPart:
-    """The equations of one matrix as a program, from the first that needs it whole to the last."""
+class _UpdateTask:
+    """Equations that run together, once all variables that they read are known.
 
-    program: Any  # a closed jaxpr
-    inputs: tuple[Any, ...]  # variables of the whole program, like the outputs
-    outputs: tuple[Any, ...]
-    equations: frozenset[int]  # their numbers in the whole program
+    Attributes:
+        needed: those variables.
+        run: takes all known values, and returns those that the equations compute.
+    """
+
+    needed: Sequence[Var]
+    run: Callable[[Values], Values]
 
 
-class _UpdateProgram:
-    """An update as equations, and the parts of it that owners compute."""
+class _OwnedUpdate:
+    """An update as equations, and the batches of its parts that owners compute."""
 
-    def __init__(self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[Any], mesh: AnyMesh) -> None:
-        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-        self.tree = jax.tree.structure(shape)
-        closed = jax.make_jaxpr(functools.partial(_evaluated, closed))(*arrays)
-        self.jaxpr, self.consts, self.mesh = closed.jaxpr, closed.consts, mesh
-        self.specs: dict[Any, PartitionSpec] = {}
-        for variable, spec in zip(self.jaxpr.invars, specs, strict=True):
-            if self._axes(spec) and variable.aval.size >= _BIG:
-                self.specs[variable] = spec
-        self.makers = {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
-        self.users: dict[Any, set[int]] = collections.defaultdict(set)
-        for i in range(len(self.jaxpr.eqns)):
-            for v in self._variables(i):
-                self.users[v].add(i)
-        self.batches = self._batches()
+    def __init__(
+        self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh
+    ) -> None:
+        self._mesh = mesh
+        traced, result_shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+        self._result_tree = jax.tree.structure(result_shapes)
+        # Inlined, because the equations of a matrix may be in several functions with `jit`.
+        self._program = inlined(traced, arrays)
+        sharded: Specs = {}
+        for variable, spec in zip(self._program.jaxpr.invars, specs, strict=True):
+            if self._axes(spec) and type_of(variable).size >= MATRIX_SIZE:
+                sharded[variable] = spec
+        self._batches = self._batched(find_parts(self._program.jaxpr, sharded))
+
+    def _axes(self, spec: PartitionSpec) -> tuple[str, ...]:
+        """Returns the mesh axes over which an array is split."""
+        return tuple(axis for entry in spec for axis in axes_of(entry) if self._mesh.shape[axis] > 1)
+
+    def _batched(self, parts: Sequence[MatrixPart]) -> list[_MatrixBatch]:
+        """Groups equal parts; the groups that are too small for their devices are left to the compiler."""
+        groups: dict[Hashable, list[MatrixPart]] = collections.defaultdict(list)
+        for part in parts:
+            if part.spec is not None:
+                groups[part.kind].append(part)
+        batches = []
+        for group in groups.values():
+            spec = group[0].spec
+            assert spec is not None, "parts without one are left out above"
+            batch = _MatrixBatch(group, spec, self._axes(spec), self._mesh)
+            if 2 * max(len(group), batch.num_layers) >= batch.num_owners:
+                batches.append(batch)
+        return batches
 
     def run(self, arrays: Sequence[Any]) -> Any:
-        """The results of the update."""
-        known: dict[Any, Any] = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        known |= dict(zip(self.jaxpr.invars, arrays, strict=True))
-        inside = {i for batch in self.batches for part in batch for i in part.equations}
-        work: list[tuple[Iterable[Any], Callable[[], dict]]] = []
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            if i not in inside:
-                run = lambda eqn=eqn: dict(
-                    zip(eqn.outvars, _compat.bind(eqn, [_value(v, known) for v in eqn.invars]), strict=True)
-                )
-                work.append(([v for v in eqn.invars if not isinstance(v, jex.Literal)], run))
-        for batch in self.batches:
-            work.append(([v for part in batch for v in part.inputs], functools.partial(self._run, batch, known)))
-        while work:  # batches wait for all their members, and delay equations that need one of them
-            waiting = []
-            for needed, run in work:
-                if all(v in known for v in needed):
-                    known |= run()
+        """Returns the results of the update."""
+        jaxpr = self._program.jaxpr
+        known: Values = dict(zip(jaxpr.constvars, self._program.consts, strict=True))
+        known.update(zip(jaxpr.invars, arrays, strict=True))
+        waiting = self._tasks()
+        # A batch waits for the inputs of all its parts, and what reads a result of one waits for the batch.
+        while waiting:
+            still_waiting = []
+            for task in waiting:
+                if all(variable in known for variable in task.needed):
+                    known |= task.run(known)
                 else:
-                    waiting.append((needed, run))
-            assert len(waiting) < len(work), "parts are convex: none waits for its own results"
-            work = waiting
-        return jax.tree.unflatten(self.tree, [_value(v, known) for v in self.jaxpr.outvars])
+                    still_waiting.append(task)
+            assert len(still_waiting) < len(waiting), "parts are convex: none waits for its own results"
+            waiting = still_waiting
+        results = [value_of(atom, known) for atom in jaxpr.outvars]
+        return jax.tree.unflatten(self._result_tree, results)
 
-    def _run(self, batch: Sequence[_MatrixPart], known: dict[Any, Any]) -> dict[Any, Any]:
-        """Computes a batch: moves its matrices to their owners, and the results back."""
-        spec = self._spec(batch[0])
-        axes = self._axes(spec)
-        degree = math.prod(self.mesh.shape[axis] for axis in axes)
-        by_layers = _layers(batch, spec) > len(batch)
-        count = len(batch) if by_layers else -(-len(batch) // degree) * degree
-        owners = PartitionSpec(None, axes) if by_layers else PartitionSpec(axes)
+    def _tasks(self) -> list[_UpdateTask]:
+        """Returns the equations outside the batches, in their order, and then the batches."""
+        in_batches: set[int] = set()
+        for batch in self._batches:
+            for part in batch.parts:
+                in_batches |= part.equations
+        tasks = []
+        for i, eqn in enumerate(self._program.jaxpr.eqns):
+            if i not in in_batches:
+                tasks.append(_UpdateTask(variables_read(eqn), functools.partial(_run_equation, eqn)))
+        for batch in self._batches:
+            needed = [variable for part in batch.parts for variable in part.inputs]
+            tasks.append(_UpdateTask(needed, batch.run))
+        return tasks
 
-        def placed(x: Any, *specs: PartitionSpec | None) -> Any:
-            for one in specs if x.size >= _BIG * count else ():
-                x = x if one is None else lax.with_sharding_constraint(x, NamedSharding(self.mesh, one))
-            return x
 
-        values, dims = [], []
-        for variables in zip(*(part.inputs for part in batch), strict=True):
-            if len(set(variables)) == 1:
+def _run_equation(eqn: JaxprEqn, known: Values) -> Values:
+    operands = [value_of(atom, known) for atom in eqn.invars]
+    return dict(zip(eqn.outvars, _compat.bind(eqn, operands), strict=True))
+
+
+class _MatrixBatch:
+    """Equal parts of several matrices, stacked, of which each owner computes the same number.
+
+    Attributes:
+        parts: one of each matrix.
+        num_owners: devices over which the parts are split: those that share a matrix.
+        num_layers: layers of a stacked matrix that is not split by layers; 1 for a matrix.
+    """
+
+    def __init__(self, parts: Sequence[MatrixPart], spec: PartitionSpec, axes: tuple[str, ...], mesh: AnyMesh) -> None:
+        self.parts = parts
+        self.num_owners = math.prod(mesh.shape[axis] for axis in axes)
+        self.num_layers = _num_layers(parts[0], spec)
+        self._mesh = mesh
+        if self.num_layers > len(parts):
+            # The owners split the layers, which are dim 1 of the stack.
+            self._count = len(parts)
+            self._spec_of_owners = PartitionSpec(None, axes)
+        else:
+            # Filled up with matrices that are there: the stack must divide evenly.
+            self._count = -(-len(parts) // self.num_owners) * self.num_owners
+            self._spec_of_owners = PartitionSpec(axes)
+
+    def run(self, known: Values) -> Values:
+        """Computes the parts: moves their matrices to the owners, and the results back."""
+        first = self.parts[0]
+        values: list[Any] = []
+        dims: list[int | None] = []
+        for position, spec in enumerate(first.specs):
+            variables = [part.inputs[position] for part in self.parts]
+            if len(set(variables)) == 1:  # such as a step size
                 values.append(known[variables[0]])
                 dims.append(None)
                 continue
-            stacked = jnp.stack([known[variables[k % len(batch)]] for k in range(count)])
-            values.append(placed(stacked, self._stacked(variables[0]), owners))
+            stacked = jnp.stack([known[variables[i % len(variables)]] for i in range(self._count)])
+            values.append(self._placed(stacked, _stacked(spec), self._spec_of_owners))
             dims.append(0)
-        run = functools.partial(_evaluated, batch[0].program)
-        found = jax.vmap(run, in_axes=tuple(dims), axis_size=count)(*values)
-        like = {v.aval.shape: self._stacked(v) for v in batch[0].inputs if v in self.specs}
-        home = [placed(x, owners, like.get(v.aval.shape)) for x, v in zip(found, batch[0].outputs, strict=True)]
-        return {v: x[k] for k, part in enumerate(batch) for v, x in zip(part.outputs, home, strict=True)}
 
-    def _axes(self, spec: PartitionSpec) -> Axes:
-        return tuple(axis for entry in spec for axis in axes_of(entry) if self.mesh.shape[axis] > 1)
+        run = functools.partial(evaluated, first.program)
+        outs = jax.vmap(run, in_axes=tuple(dims), axis_size=self._count)(*values)
+        # A result of a matrix's shape is stored as the matrix is; others, if large, stay where they are computed.
+        specs_by_shape = {}
+        for variable, spec in zip(first.inputs, first.specs, strict=True):
+            if spec is not None:
+                specs_by_shape[type_of(variable).shape] = _stacked(spec)
+        returned = []
+        for x, variable in zip(outs, first.outputs, strict=True):
+            returned.append(self._placed(x, self._spec_of_owners, specs_by_shape.get(type_of(variable).shape)))
 
-    def _spec(self, part: _MatrixPart) -> PartitionSpec:
-        """The spec of the part's matrix."""
-        return next(self.specs[v] for v in part.inputs if v in self.specs)
+        results: Values = {}
+        for i, part in enumerate(self.parts):
+            for variable, x in zip(part.outputs, returned, strict=True):
+                results[variable] = x[i]
+        return results
 
-    def _stacked(self, variable: Any) -> PartitionSpec | None:
-        spec = self.specs.get(variable)
-        return None if spec is None else PartitionSpec(None, *spec)
-
-    def _batches(self) -> list[list[_MatrixPart]]:
-        """The groups of equal parts that are large enough."""
-        alike = collections.defaultdict(list)
-        for part in self._parts():
-            if any(v in self.specs for v in part.inputs):
-                key = str(part.program), tuple((str(v.aval), self.specs.get(v)) for v in part.inputs)
-                alike[key].append(part)
-
-        def enough(batch: list[_MatrixPart]) -> bool:
-            spec = self._spec(batch[0])
-            degree = math.prod(self.mesh.shape[axis] for axis in self._axes(spec))
-            return 2 * max(len(batch), _layers(batch, spec)) >= degree
-
-        return list(filter(enough, alike.values()))
-
-    def _parts(self) -> list[_MatrixPart]:
-        """The parts that need whole matrices, matrix by matrix."""
-        inside = self._between(self._mixing())
-        groups: dict[int, int] = {}
-
-        def root(i: int) -> int:
-            while groups.setdefault(i, i) != i:
-                i = groups[i]
-            return i
-
-        for i in inside:
-            for v in self._variables(i):
-                if self.makers.get(v) in inside:
-                    groups[root(i)] = root(self.makers[v])
-        members = collections.defaultdict(list)
-        for i in sorted(inside):
-            members[root(i)].append(i)
-        return [self._part(found) for found in members.values() if any(map(self._is_product, found))]
-
-    def _mixing(self) -> set[int]:
-        """Equations that compute large arrays from a sharded one, directly or indirectly, and not elementwise."""
-        found, mixed = set(), set()
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            large = [v for v in eqn.outvars if v.aval.size >= _BIG]
-            of = next((v for v in self._variables(i) if v in self.specs), None)
-            is_mixed = any(v in mixed for v in self._variables(i))
-            if record_of(eqn).is_elementwise:
-                mixed.update(large if is_mixed else ())
-                if of is not None and not is_mixed:
-                    self.specs |= {v: self.specs[of] for v in large if v.aval.shape == of.aval.shape}
-            elif large and (of is not None or is_mixed):
-                found.add(i)
-                mixed.update(large)
-        return found
-
-    def _between(self, mixing: set[int]) -> set[int]:
-        """These equations, and those on a path from one to another."""
-        after, before = set(mixing), set(mixing)
-        for i in range(len(self.jaxpr.eqns)):
-            if any(self.makers.get(v) in after for v in self._variables(i)):
-                after.add(i)
-        for i in reversed(range(len(self.jaxpr.eqns))):
-            if i in before:
-                before.update(self.makers[v] for v in self._variables(i) if v in self.makers)
-        return after & before
-
-    def _part(self, equations: list[int]) -> _MatrixPart:
-        """A program of some equations; it recomputes the constants that it needs."""
-        computed = [*self._constants_of(equations), *equations]
-        inputs = self._inputs_of(computed)
-        outputs = self._outputs_of(equations)
-        eqns = [self.jaxpr.eqns[i] for i in computed]
-
-        def run(*values: jax.Array) -> list[jax.Array]:
-            return _run_equations(eqns, dict(zip(inputs, values, strict=True)), outputs)
-
-        program = jax.make_jaxpr(run)(*(variable.aval for variable in inputs))
-        return _MatrixPart(program, tuple(inputs), tuple(outputs), frozenset(equations))
-
-    def _constants_of(self, equations: Sequence[int]) -> list[int]:
-        """The other equations that compute constants for these, in an order in which they can run."""
-        own = set(equations)
-        constants: dict[int, None] = {}  # a set that keeps its order
-
-        def add_makers(i: int) -> None:
-            for variable in self._variables(i):
-                maker = self.makers.get(variable)
-                if maker is None or maker in constants or maker in own:
-                    continue
-                if self._is_constant(maker):
-                    add_makers(maker)  # first, as its results are needed
-                    constants[maker] = None
-
-        for i in equations:
-            add_makers(i)
-        return list(constants)
-
-    def _inputs_of(self, equations: Sequence[int]) -> list[Any]:
-        """The variables that these equations read and do not compute, in the order of their first use."""
-        made: set[Any] = set()
-        for i in equations:
-            made.update(self.jaxpr.eqns[i].outvars)
-        inputs: dict[Any, None] = {}  # a set that keeps its order: batched parts pair their inputs by position
-        for i in equations:
-            for variable in self._variables(i):
-                if variable not in made:
-                    inputs[variable] = None
-        return list(inputs)
-
-    def _outputs_of(self, equations: Sequence[int]) -> list[Any]:
-        """The variables that these equations compute for others, or as results of the update."""
-        own = set(equations)
-        results = {variable for variable in self.jaxpr.outvars if not isinstance(variable, jex.Literal)}
-        outputs = []
-        for i in equations:
-            for variable in self.jaxpr.eqns[i].outvars:
-                has_other_users = not self.users[variable] <= own
-                if variable in results or has_other_users:
-                    outputs.append(variable)
-        return outputs
-
-    def _is_constant(self, i: int) -> bool:
-        return all(v in self.makers and self._is_constant(self.makers[v]) for v in self._variables(i))
-
-    def _is_product(self, i: int) -> bool:
-        eqn = self.jaxpr.eqns[i]
-        return eqn.primitive.name in _PRODUCTS or any(_has_jaxpr(value) for value in eqn.params.values())
-
-    def _variables(self, i: int) -> list[Any]:
-        return [v for v in self.jaxpr.eqns[i].invars if not isinstance(v, jex.Literal)]
+    def _placed(self, x: jax.Array, *specs: PartitionSpec | None) -> jax.Array:
+        """Places a stack of matrices by one spec and then by the next, which is the all-to-all; small arrays stay."""
+        if x.size < MATRIX_SIZE * self._count:
+            return x
+        for spec in specs:
+            if spec is not None:
+                x = lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+        return x
 
 
-def _layers(batch: Sequence[_MatrixPart], spec: PartitionSpec) -> int:
-    """Layers of a stacked matrix that is not split by layers; 1 for a matrix."""
-    shape = next(v.aval.shape for v in batch[0].inputs if v.aval.size >= _BIG and v.aval.ndim >= len(spec))
-    return shape[0] if len(shape) > 2 and (not spec or spec[0] is None) else 1
+def _stacked(spec: PartitionSpec | None) -> PartitionSpec | None:
+    """Returns the spec of stacked arrays that have this one each."""
+    return None if spec is None else PartitionSpec(None, *spec)
 
 
-def _has_jaxpr(value: Any) -> bool:
-    return (
-        hasattr(value, "jaxpr") or hasattr(value, "eqns") or (isinstance(value, tuple) and any(map(_has_jaxpr, value)))
-    )
-
-
-def _value(variable: Any, known: dict[Any, Any]) -> Any:
-    return variable.val if isinstance(variable, jex.Literal) else known[variable]
-
-
-def _evaluated(closed: Any, *arrays: Any) -> list[Any]:
-    """The results of a program, with the programs that it calls inlined."""
-    jaxpr = closed.jaxpr
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arrays), strict=True))
-    return _run_equations(jaxpr.eqns, known, jaxpr.outvars)
-
-
-def _run_equations(eqns: Sequence[Any], known: dict[Any, Any], results: Sequence[Any]) -> list[Any]:
-    for eqn in eqns:
-        values = [_value(v, known) for v in eqn.invars]
-        called = _CALLS.get(eqn.primitive.name)
-        found = _compat.bind(eqn, values) if called is None else _evaluated(eqn.params[called], *values)
-        known |= dict(zip(eqn.outvars, found, strict=True))
-    return [_value(v, known) for v in results]
+def _num_layers(part: MatrixPart, spec: PartitionSpec) -> int:
+    """Returns the layers of a stacked matrix that is not split by layers; 1 for a matrix."""
+    for variable in part.inputs:
+        if type_of(variable).size >= MATRIX_SIZE and type_of(variable).ndim >= len(spec):
+            shape = type_of(variable).shape
+            is_split_by_layers = bool(spec) and spec[0] is not None
+            if len(shape) > 2 and not is_split_by_layers:
+                return shape[0]
+            return 1
+    raise AssertionError("the part has an input with this spec")

@@ -133,7 +133,7 @@ class _LogicalReads:
             state = logical(state)
         stored = self._stored(state.get_raw_value())
         nnx.Variable.update_from_state(self, state)  # also its metadata; the value that it sets may lack the padding
-        nnx.Variable.set_raw_value(self, stored, _unsafe_bypass_check=True)
+        _compat.write_unchecked(self, stored)
 
     def _stored(self: Any, value: Any) -> Any:
         """Returns a written value, with zeros for padding.
@@ -146,7 +146,7 @@ class _LogicalReads:
 
     def __getattr__(self: Any, name: str) -> Any:
         # Called for what the class lacks: metadata, and attributes of the value, most of which are the logical one's.
-        if name in OF_STORAGE or name in object.__getattribute__(self, "_var_metadata"):
+        if name in OF_STORAGE or _compat.has_metadata(self, name):
             return nnx.Variable.__getattr__(self, name)
         return getattr(self._jshard_padding.cut(self.get_raw_value()), name)
 

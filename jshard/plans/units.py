@@ -146,7 +146,8 @@ def _unit_class(base: type[nnx.Module], unit: Unit, route: Route) -> type[nnx.Mo
         "__annotations__": {},
         **routed_methods,
     }
-    return swapped_class(base, attributes, rebuild=(_unit_class, (base, unit, route)), pytree=base._pytree__is_pytree)
+    rebuild = (_unit_class, (base, unit, route))
+    return swapped_class(base, attributes, rebuild=rebuild, pytree=_compat.is_pytree_class(base))
 
 
 def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Method]]:

@@ -102,6 +102,26 @@ def read(config: Config, types: Sequence[str]) -> Reading:
         rows = [Row(name, value) for name, value in config.items() if name != "model_type"]
         return Reading(None, {}, (_other_type(model_type, types), *rows))
     family = FAMILIES[model_type]
+    rules = _rules(family)
+    fields = {name: key.described for key in family.keys for name in key.names}
+    values, problems = _values(family, config)
+    problems |= _rule_problems(rules, config)
+    for name in config.keys() - {"model_type", *fields, *rules, *HARMLESS}:
+        problems[name] = _UNKNOWN
+    rows = []
+    for name, value in config.items():
+        rows.append(Row(name, value, fields.get(name, ""), problems.get(name, "")))
+    for name, problem in problems.items():
+        if name not in config:  # an absent key is a value, too
+            rows.append(Row(name, None, problem=problem))
+    return Reading(family, values, tuple(rows))
+
+
+_UNKNOWN = "is not known here, and may change what the model computes"
+
+
+def _values(family: Family, config: Config) -> tuple[dict[ConfigKey, Any], dict[str, str]]:
+    """Returns the values of a family's keys, and the problems of those that have none, by name."""
     values: dict[ConfigKey, Any] = {}
     problems: dict[str, str] = {}
     for key in family.keys:
@@ -110,23 +130,18 @@ def read(config: Config, types: Sequence[str]) -> Reading:
         except (ValueError, TypeError, AttributeError) as error:
             present = next((name for name in key.names if config.get(name) is not None), key.name)
             problems[present] = str(error)
-    rules = _rules(family)
-    for rule in rules.values():
+    return values, problems
+
+
+def _rule_problems(rules: Mapping[str, Fixed], config: Config) -> dict[str, str]:
+    """Returns the problems of keys of which only some values are computed, by name."""
+    problems = {}
+    for name, rule in rules.items():
         try:
             rule.check(config)
         except ValueError as error:
-            problems[rule.name] = str(error)
-    fields = {name: key.described for key in family.keys for name in key.names}
-    known = {"model_type", *fields, *rules, *HARMLESS}
-    for name in config:
-        if name not in known:
-            problems[name] = _UNKNOWN
-    rows = [Row(name, value, fields.get(name, ""), problems.pop(name, "")) for name, value in config.items()]
-    rows += [Row(name, None, problem=problem) for name, problem in problems.items()]  # of absent keys
-    return Reading(family, values, tuple(rows))
-
-
-_UNKNOWN = "is not known here, and may change what the model computes"
+            problems[name] = str(error)
+    return problems
 
 
 def _other_type(model_type: Any, types: Sequence[str]) -> Row:
@@ -138,36 +153,38 @@ def _other_type(model_type: Any, types: Sequence[str]) -> Row:
 
 
 def _rules(family: Family) -> dict[str, Fixed]:
-    """The keys of a family of which only some values are computed; its own come before those of all families."""
+    """Returns the keys of which only some values are computed; those of a family replace those of all families."""
     classes = Fixed(name="architectures", only=(None, [], *([name] for name in family.architectures)))
     return {rule.name: rule for rule in (*ANY_FAMILY, *family.fixed, classes)}
 
 
 def config_file(path: Path) -> Path | None:
-    """The config.json of a folder with weights, or beside a file with them; None if there is none."""
+    """Returns the config.json of a folder with weights, or beside a file with them; None if there is none."""
     folder = path if path.is_dir() else path.parent
     file = folder / NAME
     return file if file.is_file() else None
 
 
 def load(file: Path) -> Config:
-    """The contents of a config.json.
+    """Returns the contents of a config.json.
 
     Raises:
         HFConfigError: it is not JSON, or no object.
     """
     try:
         config = read_json(file)
+    except FourPartError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, FourPartError):
-            raise
-        config, why = None, f"{type(error).__name__}: {error}."
-    else:
-        why = f"it is a {type(config).__name__}, not an object with keys."
-    if isinstance(config, dict):
-        return config
-    what, do = f"{NAME} cannot be read.", f"copy or download the folder again: {file.parent}"
-    raise HFConfigError(what, where=str(file), why=why, do=do)
+        raise _unreadable(file, f"{type(error).__name__}: {error}.") from None
+    if not isinstance(config, dict):
+        raise _unreadable(file, f"it is a {type(config).__name__}, not an object with keys.")
+    return config
+
+
+def _unreadable(file: Path, why: str) -> HFConfigError:
+    do = f"copy or download the folder again: {file.parent}"
+    return HFConfigError(f"{NAME} cannot be read.", where=str(file), why=why, do=do)
 
 
 # ---- A recipe and a file.
@@ -201,7 +218,7 @@ def check(path: Path, model: Any, types: Sequence[str]) -> None:
 
 
 def settings_of(path: Path, types: Sequence[str]) -> dict[str, Any]:
-    """The fields of the recipe's model that a config.json sets, by dotted name; empty without such a file.
+    """Returns the fields of the recipe's model that a config.json sets, by dotted name; empty without such a file.
 
     Raises:
         HFConfigError: see `check`.
@@ -211,7 +228,7 @@ def settings_of(path: Path, types: Sequence[str]) -> dict[str, Any]:
 
 
 def filled(model: M, path: str | Path, types: Sequence[str] = tuple(FAMILIES)) -> M:
-    """The config of a recipe's model with the values of a folder's config.json.
+    """Returns the config of a recipe's model with the values of a folder's config.json.
 
     Example:
         >>> config = filled(LlamaConfig(), "llama3/")
@@ -236,7 +253,7 @@ def filled(model: M, path: str | Path, types: Sequence[str] = tuple(FAMILIES)) -
 
 
 def _readable(path: Path, types: Sequence[str]) -> Reading | None:
-    """The config.json of a path, if there is one, by a table; raises for what no recipe computes."""
+    """Reads the config.json of a path, if there is one, by a table; raises for what no recipe computes."""
     _check_adapters(path)
     file = config_file(path)
     if file is None:
@@ -273,50 +290,59 @@ def _check_adapters(path: Path) -> None:
 
 
 def _differences(reading: Reading, model: Any) -> Iterator[str]:
-    """A line for each setting of a recipe's model that differs from the file."""
+    """Yields a line for each setting of a recipe's model that differs from the file."""
     assert reading.family is not None
     for key, value in reading.values.items():
-        own = key.computed(model)
-        if own is None:
+        computed = key.computed(model)
+        if computed is None:
             yield f"{key.name}: {_short(value)} there; {type(model).__name__} has no field {key.field!r}"
-        elif key.is_compared and own != value:
-            yield f"{key.name}: {_short(value)} there, {_short(own)} here ({key.described})"
+        elif key.is_compared and computed != value:
+            yield f"{key.name}: {_short(value)} there, {_short(computed)} here ({key.described})"
     for field, value in reading.family.implied.items():
-        own = getattr(model, field, OFF.get(field))
-        if own != value:
+        computed = getattr(model, field, OFF.get(field))
+        if computed != value:
             kind = reading.family.model_type
-            yield f"model_type: {kind} has {field}={_short(value)}, and the recipe {_short(own)} (model.{field})"
+            yield f"model_type: {kind} has {field}={_short(value)}, and the recipe {_short(computed)} (model.{field})"
 
 
 def config_json(model: Any, types: Sequence[str]) -> dict[str, Any]:
-    """The contents of a config.json for a recipe's model: of the first of the types that can be that model.
+    """Returns the contents of a config.json for a recipe's model: of the first of the types that can be that model.
 
     Raises:
         ValueError: no type can.
     """
-    for family in map(FAMILIES.__getitem__, types):
-        values = {key: key.computed(model) for key in family.keys}
-        implied = all(getattr(model, field, OFF.get(field)) == value for field, value in family.implied.items())
-        if not implied or not all(key.can_be(value) for key, value in values.items()):
-            continue
-        result = {"architectures": [family.architectures[0]], "model_type": family.model_type}
-        for key, value in values.items():
-            result |= key.written(value)
-        for rule in family.fixed:
-            if rule.only[0]:
-                result[rule.name] = rule.only[0]
-        return result | {"bos_token_id": None, "eos_token_id": None}  # the tokenizer knows them
+    for model_type in types:
+        config = _config_of(FAMILIES[model_type], model)
+        if config is not None:
+            return config
     options = ", ".join(f"{name}={getattr(model, name)!r}" for name in OFF if hasattr(model, name))
     raise ValueError(f"none of {', '.join(types)} has together {options}")
 
 
+def _config_of(family: Family, model: Any) -> dict[str, Any] | None:
+    """Returns the contents of a config.json of a family; None if it cannot describe the recipe's model."""
+    values = {key: key.computed(model) for key in family.keys}
+    for field, value in family.implied.items():
+        if getattr(model, field, OFF.get(field)) != value:
+            return None
+    if not all(key.can_be(value) for key, value in values.items()):
+        return None
+    result: dict[str, Any] = {"architectures": [family.architectures[0]], "model_type": family.model_type}
+    for key, value in values.items():
+        result |= key.written(value)
+    for rule in family.fixed:
+        if rule.only[0]:
+            result[rule.name] = rule.only[0]
+    return result | {"bos_token_id": None, "eos_token_id": None}  # the tokenizer knows them
+
+
 def checked_names(names: Mapping[str, str | Stored], model: Any, types: Sequence[str]) -> CheckedNames:
-    """The names of a model's parameters, which a folder is read by only if its config.json is of that model."""
+    """Returns the names of a model's parameters, which a folder is read by only if its config.json is of that model."""
     return CheckedNames(names, lambda path: check(path, model, types))
 
 
 def unchecked_names(names: Mapping[str, str | Stored], owner: str) -> CheckedNames:
-    """The names of a model whose file does not say what it computes: a config.json gives a warning."""
+    """Returns the names of a model whose file does not say what it computes: a config.json gives a warning."""
     return CheckedNames(names, functools.partial(_warn, owner))
 
 

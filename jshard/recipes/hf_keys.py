@@ -47,23 +47,23 @@ class ConfigKey:
         return f"model.{self.field}"
 
     def stored(self, config: Config) -> Any:
-        """The value that Transformers computes with."""
+        """Returns the value that Transformers computes with."""
         return typed(config.get(self.name, self.default), type(self.default))
 
     def computed(self, model: Any) -> Any:
-        """The same of the recipe's model; None if it has no such field."""
+        """Returns the same of the recipe's model; None if it has no such field."""
         return getattr(model, self.field, self.off)
 
     def fields(self, value: Any) -> dict[str, Any]:
-        """The fields of the recipe for a value."""
+        """Returns the fields of the recipe for a value."""
         return {self.field: value}
 
     def can_be(self, value: Any) -> bool:
-        """Whether a file can have a value that a recipe computes."""
+        """Returns whether a file can have a value that a recipe computes."""
         return value is not None
 
     def written(self, value: Any) -> dict[str, Any]:
-        """The keys of the file for a value."""
+        """Returns the keys of the file for a value."""
         return {self.name: value}
 
 
@@ -220,28 +220,43 @@ class LayerWindow(SlidingWindow):
         window = 0
         if typed(config.get("use_sliding_window", False), bool):
             window = super().stored(config)
-        count = self.layers.stored(config)
+        num_layers = self.layers.stored(config)
         kinds = config.get("layer_types")
-        if kinds is None:
-            first = config.get("max_window_layers", 28)
-            if first != 0:
-                first = typed(first, int)
-            sliding = max(count - first, 0) if window else 0
-        elif isinstance(kinds, list) and len(kinds) == count and set(kinds) <= {"full_attention", "sliding_attention"}:
-            sliding = kinds.count("sliding_attention")
+        if kinds is not None:
+            num_sliding = _num_named(kinds, num_layers)
         else:
-            raise ValueError(f"layer_types={json.dumps(kinds)} does not name the attention of {count} layers")
-        if sliding and not window:
+            num_sliding = _num_after_first(config, num_layers)
+            if not window:
+                num_sliding = 0
+        if num_sliding and not window:
             raise ValueError("layer_types has sliding attention, and use_sliding_window is off")
-        if sliding not in (0, count):
-            raise ValueError(f"{sliding} of {count} layers have a window; the recipe has one in all layers or in none")
-        return window if sliding else 0
+        if num_sliding not in (0, num_layers):
+            raise ValueError(
+                f"{num_sliding} of {num_layers} layers have a window; the recipe has one in all layers or in none"
+            )
+        return window if num_sliding else 0
 
     def written(self, value: Any) -> dict[str, Any]:
         """See `ConfigKey.written`."""
         if value:
             return {"use_sliding_window": True, "sliding_window": value, "max_window_layers": 0}
         return {"use_sliding_window": False}
+
+
+def _num_after_first(config: Config, num_layers: int) -> int:
+    """Returns how many layers have a window by `max_window_layers`: those after so many."""
+    first = config.get("max_window_layers", 28)
+    if first != 0:
+        first = typed(first, int)
+    return max(num_layers - first, 0)
+
+
+def _num_named(kinds: Any, num_layers: int) -> int:
+    """Returns how many layers have a window by `layer_types`."""
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers
+    if not is_list or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types={json.dumps(kinds)} does not name the attention of {num_layers} layers")
+    return kinds.count("sliding_attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -335,9 +350,13 @@ class Rope(ConfigKey):
         """See `ConfigKey.stored`; a dict with "rope_theta", "kind" and the fields of that kind."""
         check_only(config, "partial_rotary_factor", (None, 1))
         check_only(config, "rope_interleaved", (None, False))
-        parts = [dict(value) for value in map(config.get, ("rope_parameters", "rope_scaling")) if value]
-        thetas = {part.pop("rope_theta") for part in parts if part.get("rope_theta") is not None}
-        thetas |= {config["rope_theta"]} if config.get("rope_theta") is not None else set()
+        parts = [dict(config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+        thetas = set()
+        for part in parts:
+            if part.get("rope_theta") is not None:
+                thetas.add(part.pop("rope_theta"))
+        if config.get("rope_theta") is not None:
+            thetas.add(config["rope_theta"])
         if len(thetas) > 1:
             raise ValueError(f"rope_theta is {' and '.join(map(str, sorted(thetas)))}")
         scalings = [self._scaling(part, config) for part in parts]
@@ -347,15 +366,13 @@ class Rope(ConfigKey):
         return {"rope_theta": theta, **next(iter(scalings), {"kind": "default"})}
 
     def _scaling(self, part: dict[str, Any], config: Config) -> dict[str, Any]:
-        """The kind of a scaling and its fields."""
+        """Returns the kind of a scaling and its fields."""
         check_only(part, "partial_rotary_factor", (None, 1))
-        kinds = {part[name] for name in ("rope_type", "type") if part.get(name) is not None}
-        if len(kinds) > 1 or not kinds <= _SCALINGS.keys():
-            raise ValueError(f"the kind {json.dumps(sorted(map(str, kinds)))} is not one of {', '.join(_SCALINGS)}")
-        kind = next(iter(kinds), "default")
-        keys = {name: value for name, value in part.items() if value is not None}
-        for name in ("rope_type", "type", "partial_rotary_factor"):
-            keys.pop(name, None)
+        kind = _kind_of_scaling(part)
+        keys = {}
+        for name, value in part.items():
+            if value is not None and name not in ("rope_type", "type", "partial_rotary_factor"):
+                keys[name] = value
         longest = self.length.stored(config)
         if kind == "dynamic" and keys.setdefault(_ORIGINAL.name, longest) != longest:
             raise ValueError(f"dynamic scaling begins at max_position_embeddings={longest}")
@@ -397,11 +414,20 @@ class Rope(ConfigKey):
         return result | {"rope_scaling": {"rope_type": kind, **keys}}
 
 
+def _kind_of_scaling(part: Mapping[str, Any]) -> str:
+    """Returns the kind, which has two names: the older one is `type`."""
+    kinds = {part[name] for name in ("rope_type", "type") if part.get(name) is not None}
+    if len(kinds) > 1 or not kinds <= _SCALINGS.keys():
+        raise ValueError(f"the kind {json.dumps(sorted(map(str, kinds)))} is not one of {', '.join(_SCALINGS)}")
+    return next(iter(kinds), "default")
+
+
 def _settle_yarn(keys: dict[str, Any], longest: int) -> None:
     """Replaces the keys of yarn from which Transformers computes others."""
     if "factor" not in keys:
         keys["factor"] = longest / typed(keys[_ORIGINAL.name], int)
-    top, bottom = keys.pop("mscale", None), keys.pop("mscale_all_dim", None)
+    top = keys.pop("mscale", None)
+    bottom = keys.pop("mscale_all_dim", None)
     if top and bottom and "attention_factor" not in keys:
         growth = 0.1 * math.log(typed(keys["factor"], float))
         keys["attention_factor"] = (typed(top, float) * growth + 1) / (typed(bottom, float) * growth + 1)
@@ -440,8 +466,9 @@ class Fixed:
 
 
 def typed(value: Any, kind: type) -> Any:
-    """The value in the type of its key; integers count as floats."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    """Returns the value in the type of its key; integers count as floats."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if kind is float and is_integer:
         if not is_int(value):
             raise ValueError(f"it is {shown(value)}")
         value = float(value)
@@ -464,6 +491,6 @@ def check_only(config: Config, name: str, only: tuple[Any, ...]) -> None:
 
 
 def _listed(values: tuple[Any, ...]) -> str:
-    """The values as JSON; of several, those that say something."""
+    """Returns the values as JSON; of several, those that say something."""
     full = [value for value in values if value not in (None, [], {})]
     return " or ".join(json.dumps(value) for value in full or values[:1])

@@ -16,9 +16,10 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 
 from jshard.engine.context import in_plain_flax
 from jshard.errors import AnnotationError
-from jshard.linen.annotation import annotation_of, relaid
-from jshard.linen.call import as_arrays, flat, flat_params, is_box, nested, raw_of
+from jshard.linen.annotated_class import relaid
+from jshard.linen.annotation import annotation_of
 from jshard.linen.layout import Layout
+from jshard.linen.parameters import as_arrays, flat, flat_params, is_box, nested, raw_of
 from jshard.plans.memories import to_device
 from jshard.plans.padding import Padding, store
 from jshard.plans.policies import UnitPolicy
@@ -34,12 +35,17 @@ class _Calls:
         return self._run("__call__", args, kwargs, _names(mutable))
 
     def _named(self, module: nn.Module, name: str) -> Any:
-        """A method that the user wrote, or another attribute of the module."""
+        """Returns a method that the user wrote, or another attribute of the module."""
         if not callable(getattr(type(module), name, None)) or hasattr(nn.Module, name):
             return getattr(module, name)
-        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, _names(mutable))
 
-    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
+        def run(*args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
+            return self._run(name, args, kwargs, _names(mutable))
+
+        return run
+
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], requested: tuple[str, ...]) -> Any:
+        """Runs a method; with names of requested collections, returns also their new contents."""
         raise NotImplementedError
 
 
@@ -50,28 +56,36 @@ def _names(mutable: str | Sequence[str]) -> tuple[str, ...]:
 class Initialising(_Calls):
     """A bound Linen module with all collections mutable, which a loss receives while its variables are created.
 
-    `asked` receives the names of the collections that calls request, which are not state of the model.
+    `requested` receives the names of the collections that calls request, which are not state of the model.
     """
 
-    def __init__(self, bound: nn.Module, asked: set[str]) -> None:
-        self._bound, self._asked = bound, asked
+    def __init__(self, bound: nn.Module, requested: set[str]) -> None:
+        self._bound = bound
+        self._requested = requested
 
     def __getattr__(self, name: str) -> Any:
         return self._named(self._bound, name)
 
-    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
-        self._asked |= set(asked) - set(_STATE)
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], requested: tuple[str, ...]) -> Any:
+        self._requested |= set(requested) - set(_STATE)
         before = self._bound.variables
-        out = getattr(self._bound, name)(*args, **kwargs)
+        result = getattr(self._bound, name)(*args, **kwargs)
+        if not requested:
+            return result
         after = self._bound.variables
-        return (out, {key: _since(before.get(key, {}), after.get(key, {})) for key in asked}) if asked else out
+        return result, {key: _since(before.get(key, {}), after.get(key, {})) for key in requested}
 
 
 def _since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """A collection without the values sown by earlier calls: each call of a `LinenModel` starts empty."""
-    old = dict(flat(before))
-    is_sown = lambda path, value: isinstance(value, tuple) and isinstance(old.get(path), tuple)
-    return nested((path, x[len(old[path]) :] if is_sown(path, x) else x) for path, x in flat(after))
+    """Returns a collection without the values sown by earlier calls: each call of a `LinenModel` starts empty."""
+    earlier = dict(flat(before))
+    leaves = []
+    for path, value in flat(after):
+        earlier_value = earlier.get(path)
+        if isinstance(value, tuple) and isinstance(earlier_value, tuple):  # `sow` appends to tuples
+            value = value[len(earlier_value) :]
+        leaves.append((path, value))
+    return nested(leaves)
 
 
 # Evaluation of a Linen model: dropout off, statistics fixed, whatever the model sets in training.
@@ -110,12 +124,12 @@ def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.m
 def _without(
     names: dict[str, Any], context: nn.module.InterceptorContext, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with these set to None: Flax's modules refuse a setting that is given twice."""
+    """Returns the arguments with these set to None: Flax's modules refuse a setting that is given twice."""
     method = getattr(type(context.module), context.method_name, None) or type(context.module).__call__
-    given = inspect.signature(method).bind_partial(context.module, *args, **kwargs)
-    for name in names.keys() & given.arguments.keys():
-        given.arguments[name] = None
-    return given.args[1:], given.kwargs
+    bound = inspect.signature(method).bind_partial(context.module, *args, **kwargs)
+    for name in names.keys() & bound.arguments.keys():
+        bound.arguments[name] = None
+    return bound.args[1:], bound.kwargs
 
 
 # The model.
@@ -152,16 +166,19 @@ class LinenModel(_Calls, nnx.Module):
     """
 
     def __init__(self, module: nn.Module, collections: Mapping[str, Any], rngs: nnx.Rngs) -> None:
-        self.rngs, self.deterministic = rngs, False
+        self.rngs = rngs
+        self.deterministic = False
         annotation = annotation_of(module)
         assert annotation is not None, "checked by the caller"
         _check(module, collections)
         layout = annotation.layout
-        places = _hold(self, collections, {path: unit.kind for path, unit in layout.records.items() if path})
+        unit_kinds = {path: unit.kind for path, unit in layout.records.items() if path}
+        places = _create_variables(self, collections, unit_kinds)
         params_tree = jax.tree.structure(collections.get(_PARAMS, {}), is_leaf=is_box)
         self._linen = _Linen(module, layout, places, params_tree)
+        # The records of the Linen module, where plans, reports and `revise` look for those of an nnx model.
         for path, unit in layout.records.items():
-            attach(_part(self, path), unit, _as_it_is)
+            attach(_part(self, path), unit, _run_as_it_is)
         for place in places:
             _store_padded(self._variable(place), layout, place)
 
@@ -174,51 +191,67 @@ class LinenModel(_Calls, nnx.Module):
     @property
     def variables(self) -> dict[str, Any]:
         """The variables in Linen's form, by collection."""
-        raw = lambda place: jax.tree.leaves(self._variable(place).get_raw_value())
-        leaf = lambda place: jax.tree.unflatten(place.boxes, raw(place))
-        params = [leaf(place) for place in self._linen.places if place.collection == _PARAMS]
-        states = [place for place in self._linen.places if place.collection != _PARAMS]
-        found = nested(((place.collection, *place.path), leaf(place)) for place in states)
-        return {_PARAMS: jax.tree.unflatten(self._linen.params_tree, params)} | found
+        params = []
+        states = []
+        for place in self._linen.places:
+            arrays = jax.tree.leaves(self._variable(place).get_raw_value())
+            leaf = jax.tree.unflatten(place.boxes, arrays)
+            if place.collection == _PARAMS:
+                params.append(leaf)
+            else:
+                states.append(((place.collection, *place.path), leaf))
+        return {_PARAMS: jax.tree.unflatten(self._linen.params_tree, params), **nested(states)}
 
-    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], requested: tuple[str, ...]) -> Any:
         states = [] if self.deterministic else self._linen.states
         module = self._linen.module_for(self._policies())
-        call = nn.apply(lambda bound: getattr(bound, name)(*args, **kwargs), module, mutable=[*states, *asked] or False)
+        mutable = [*states, *requested] or False
+        call = nn.apply(lambda bound: getattr(bound, name)(*args, **kwargs), module, mutable=mutable)
         variables = to_device(self.variables) if in_plain_flax() else self.variables
         with inference(self.deterministic):
-            out: Any = call(variables, rngs=self._keys())
-        if not states and not asked:
-            return out
-        out, changed = out
-        self._take({key: tree for key, tree in changed.items() if key in states})
-        return (out, {key: changed.get(key, {}) for key in asked}) if asked else out
+            result: Any = call(variables, rngs=self._keys())
+        if not mutable:
+            return result
+        result, changed = result
+        self._store_changes({key: tree for key, tree in changed.items() if key in states})
+        if not requested:
+            return result
+        return result, {key: changed.get(key, {}) for key in requested}
 
     def _keys(self) -> dict[str, jax.Array]:
-        """Keys for a call; outside training the counters do not advance, so that a call changes nothing."""
+        """Returns keys for a call; outside training the counters do not advance, so that a call changes nothing."""
         rngs = nnx.clone(self.rngs) if self.deterministic else self.rngs
         return {stream: rngs() for stream in _STREAMS}
 
-    def _take(self, changed: Mapping[str, Any]) -> None:
-        held = {(place.collection, *place.path): place for place in self._linen.places}
-        found = {(name, *path): leaf for name, tree in changed.items() for path, leaf in flat(tree)}
-        if new := sorted(dotted(key) for key in found.keys() - held.keys()):
+    def _store_changes(self, changed: Mapping[str, Any]) -> None:
+        """Writes the collections that a call has changed into the variables."""
+        places = {(place.collection, *place.path): place for place in self._linen.places}
+        leaves = {}
+        for name, tree in changed.items():
+            for path, leaf in flat(tree):
+                leaves[name, *path] = leaf
+        new = sorted(dotted(key) for key in leaves.keys() - places.keys())
+        if new:
             raise AnnotationError(
                 "A call of a Linen model creates variables that its init did not create.",
                 where=[f"{type(self._linen.module).__name__}: {path}" for path in new],
                 why="the state of a run has the variables created by init; a step cannot add others.",
                 do="create them in init too: without a condition on self.is_initializing().",
             )
-        for key, leaf in found.items():
-            self._variable(held[key]).set_raw_value(as_arrays(raw_of(leaf)))
+        for key, leaf in leaves.items():
+            self._variable(places[key]).set_raw_value(as_arrays(raw_of(leaf)))
 
     def _variable(self, place: _Place) -> nnx.Variable:
         return vars(_part(self, place.path[:-1]))[place.name]
 
     def _policies(self) -> dict[Path, UnitPolicy]:
-        """The current settings of the units, from their records."""
-        records = ((path, unit_of(_part(self, path))) for path in self._linen.layout.records)
-        return {path: record.policy for path, record in records if record is not None}
+        """Returns the current settings of the units, from their records, which `revise` may have changed."""
+        policies = {}
+        for path in self._linen.layout.records:
+            record = unit_of(_part(self, path))
+            if record is not None:
+                policies[path] = record.policy
+        return policies
 
 
 @dataclasses.dataclass(eq=False)
@@ -237,7 +270,7 @@ class _Linen:
         return sorted({place.collection for place in self.places} - {_PARAMS})
 
     def module_for(self, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
-        """The module whose units have these settings."""
+        """Returns the module whose units have these settings: always the same, as JAX's caches know it by identity."""
         if in_plain_flax():
             return _plain_flax(self.module, policies)
         key = tuple(policies.items())
@@ -247,56 +280,70 @@ class _Linen:
 
 
 def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
-    """The unannotated module, for a comparison with the compiler's own partitioning."""
+    """Returns the unannotated module, for a comparison with the compiler's own partitioning."""
     annotation = annotation_of(module)
     assert annotation is not None
-    plain = UnitPolicy().mixed_precision
-    own = [path for path, policy in policies.items() if policy.remat != "none" or policy.mixed_precision != plain]
-    if own:
+    default = UnitPolicy().mixed_precision
+    changed = []
+    for path, policy in policies.items():
+        if policy.remat != "none" or policy.mixed_precision != default:
+            changed.append(path)
+    if changed:
         raise AnnotationError(
             "A Linen model can be compared with plain Flax only in its own dtypes.",
-            where=[f"{annotation.base.__name__}: {dotted(path)}" for path in own],
+            where=[f"{annotation.base.__name__}: {dotted(path)}" for path in changed],
             why="mixed_precision and remat of the annotation are jshard's; without it the model has neither.",
             do="leave gspmd out of --compare, or set both in the model: nn.Dense(..., dtype=jnp.bfloat16), nn.remat.",
         )
     return annotation.plain(module)
 
 
-def _as_it_is(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The route of a `LinenModel`; the Linen module has another."""
+def _run_as_it_is(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs a method of a `LinenModel` as plain Flax: the Linen module inside it calls the engine."""
     return method(module, *args, **kwargs)
 
 
-def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path, str]) -> tuple[_Place, ...]:
+def _create_variables(
+    model: LinenModel, collections: Mapping[str, Any], unit_kinds: Mapping[Path, str]
+) -> tuple[_Place, ...]:
     """Puts the variables into modules of the model, which it creates."""
-    for path in kinds:
-        _part(model, path, kinds)
+    for path in unit_kinds:
+        _part(model, path, unit_kinds)
     places = []
     for collection, path, leaf in _variables(collections):
-        part, name = vars(_part(model, path[:-1], kinds)), path[-1]
-        name = f"{collection}:{name}" if name in part else name  # Linen has a namespace for each collection
-        setattr(_part(model, path[:-1]), name, _KINDS.get(collection, nnx.Variable)(as_arrays(raw_of(leaf))))
+        part = _part(model, path[:-1], unit_kinds)
+        name = path[-1]
+        if name in vars(part):  # Linen has a namespace for each collection
+            name = f"{collection}:{name}"
+        variable_class = _KINDS.get(collection, nnx.Variable)
+        setattr(part, name, variable_class(as_arrays(raw_of(leaf))))
         places.append(_Place(collection, path, jax.tree.structure(leaf), name))
     return tuple(places)
 
 
 def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None:
     """Marks a parameter that is stored padded, so that an optimizer sees the logical one."""
-    leaf = layout.leaves.get(place.path) if place.collection == _PARAMS else None
-    padding = None if leaf is None else Padding.of(leaf.placement)
+    if place.collection != _PARAMS:
+        return
+    leaf = layout.leaves.get(place.path)
+    if leaf is None:  # a random key
+        return
+    padding = Padding.of(leaf.placement)
     if padding is not None:
         store(variable, padding, variable.get_raw_value())
 
 
 def _variables(collections: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
-    for collection in sorted(collections, key=lambda name: (name != _PARAMS, name)):
-        leaves = flat_params if collection == _PARAMS else flat
-        for path, leaf in leaves(collections[collection]):
+    """Yields the variables in collections, parameters first, each with its collection and path."""
+    for path, leaf in flat_params(collections.get(_PARAMS, {})):
+        yield _PARAMS, path, leaf
+    for collection in sorted(collections.keys() - {_PARAMS}):
+        for path, leaf in flat(collections[collection]):
             yield collection, path, leaf
 
 
 def _part(model: nnx.Module, path: Path, kinds: Mapping[Path, str] | None = None) -> nnx.Module:
-    """The module at a path; with `kinds`, which names the classes of units, missing modules are created."""
+    """Returns the module at a path; with `kinds`, which names the classes of units, missing modules are created."""
     for i, key in enumerate(path):
         if kinds is not None and key not in vars(model):
             setattr(model, key, _part_class(kinds.get(path[: i + 1], "Part"))())
@@ -306,7 +353,7 @@ def _part(model: nnx.Module, path: Path, kinds: Mapping[Path, str] | None = None
 
 @functools.cache
 def _part_class(kind: str) -> type[_Part]:
-    """A class with the name of the Linen class: units of one class are layers of one kind."""
+    """Returns a class with the name of the Linen class: units of one class are layers of one kind."""
     metaclass: Any = type(_Part)
     return metaclass(kind, (_Part,), {"__module__": __name__})
 

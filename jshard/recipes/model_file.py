@@ -29,7 +29,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import itertools
 import re
 import shlex
 import sys
@@ -37,7 +36,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -86,12 +85,14 @@ _TAKEN = frozenset(
 
 
 def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
-    """A loss function that always returns the loss and its metrics, an empty dict if there are no metrics."""
+    """Returns a loss function that always returns the loss and its metrics, an empty dict without metrics."""
 
     @functools.wraps(loss_fn)
     def run(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        found: Any = loss_fn(model, batch)
-        loss, metrics = cast(tuple[Any, Any], found if isinstance(found, tuple) and len(found) == 2 else (found, {}))
+        loss: Any = loss_fn(model, batch)
+        metrics: Any = {}
+        if isinstance(loss, tuple) and len(loss) == 2:
+            loss, metrics = loss
         _check_loss(loss_fn, loss)
         _check_metrics(loss_fn, metrics)
         return loss, dict(metrics)
@@ -100,42 +101,50 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, A
 
 
 def _check_loss(loss_fn: LossFn, loss: Any) -> None:
+    """Raises unless the loss is one real number: for others, the gradient would fail with an error of JAX."""
     value = mean_of(loss)
     leaves = jax.tree.leaves(value, is_leaf=lambda x: x is None)
-    if len(leaves) == 1 and leaves[0] is value and value is not None:
+    returned = _kind(loss)
+    is_single = len(leaves) == 1 and leaves[0] is value and value is not None
+    if is_single:
         form = jax.eval_shape(jnp.asarray, value)
         if form.shape == () and jnp.issubdtype(form.dtype, jnp.floating):
             return
-        why = f"it returns {form.dtype}{list(form.shape)}, and a gradient needs one real number in floating point."
-    else:
-        why = f"it returns {_kind(loss)}, and a gradient needs one real number in floating point."
+        returned = f"{form.dtype}{list(form.shape)}"
     raise ModelFileError(
         "The loss is not a number.",
         where=getattr(loss_fn, "__qualname__", repr(loss_fn)),
-        why=why,
+        why=f"it returns {returned}, and a gradient needs one real number in floating point.",
         do="return losses.mean()  # over the batch; or return losses.mean(), metrics",
     )
 
 
 def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
+    why = _problem_of_metrics(metrics)
+    if why:
+        raise ModelFileError(
+            "The metrics of a loss function cannot be recorded.",
+            where=getattr(loss_fn, "__qualname__", repr(loss_fn)),
+            why=why,
+            do='return loss, {"accuracy": (scores.argmax(-1) == labels).mean()}',
+        )
+
+
+def _problem_of_metrics(metrics: Any) -> str:
+    """Returns why metrics cannot be recorded; empty if they can."""
     if not isinstance(metrics, Mapping):
-        why = f"the second of the two is {_kind(metrics)}, not a dict."
-    elif wrong := [f"{k!r} {jnp.shape(x)}" for k, x in _values(metrics) if not isinstance(k, str) or jnp.ndim(x)]:
-        why = f"a metric must be a scalar with a name: {', '.join(wrong)}."
-    elif taken := sorted(k for k in metrics if k in _TAKEN or k.startswith(("val_", "slow_"))):
-        why = f"{', '.join(map(repr, taken))}: the record has fields with these names."
-    else:
-        return
-    raise ModelFileError(
-        "The metrics of a loss function cannot be recorded.",
-        where=getattr(loss_fn, "__qualname__", repr(loss_fn)),
-        why=why,
-        do='return loss, {"accuracy": (scores.argmax(-1) == labels).mean()}',
-    )
-
-
-def _values(metrics: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    return ((name, mean_of(metric)) for name, metric in metrics.items())
+        return f"the second of the two is {_kind(metrics)}, not a dict."
+    wrong = []
+    for name, metric in metrics.items():
+        value = mean_of(metric)
+        if not isinstance(name, str) or jnp.ndim(value):
+            wrong.append(f"{name!r} {jnp.shape(value)}")
+    if wrong:
+        return f"a metric must be a scalar with a name: {', '.join(wrong)}."
+    taken = sorted(name for name in metrics if name in _TAKEN or name.startswith(("val_", "slow_")))
+    if taken:
+        return f"{', '.join(map(repr, taken))}: the record has fields with these names."
+    return ""
 
 
 def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
@@ -152,7 +161,7 @@ def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
 
 
 def dense_flops(*, num_parameters: int, num_tokens: int, num_frozen: int = 0) -> tuple[float, str]:
-    """Arithmetic of a step of a dense transformer, and its formula as text: 6 x parameters x tokens.
+    """Returns the arithmetic of a step of a dense transformer, and its formula as text: 6 x parameters x tokens.
 
     Each parameter costs a multiplication and an addition per token, once forward and twice backward (Kaplan et al.
     2020, arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B); a frozen one once backward. Attention over long
@@ -201,43 +210,52 @@ class ModelFile:
     def loss(self) -> Callable[[Any, Any], jax.Array]:
         """`loss_fn` without metrics, as a scalar."""
         run = with_metrics(self.loss_fn)
-        return functools.wraps(self.loss_fn)(lambda model, batch: mean_of(run(model, batch)[0]))
+
+        @functools.wraps(self.loss_fn)
+        def loss_of(model: Any, batch: Any) -> jax.Array:
+            loss, _ = run(model, batch)
+            return mean_of(loss)
+
+        return loss_of
 
     @property
     def name(self) -> str:
         """Its name in a run's record: the model's name if it is included in jshard, valid anywhere; else its path."""
-        return self.path.stem if self.path.parent == shipped_folder() else str(self.path)
+        is_included = self.path.parent == shipped_folder()
+        return self.path.stem if is_included else str(self.path)
 
     def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
-        """The named recipe, or the file's first, with its name.
+        """Returns the named recipe, or the file's first, with its name.
 
         Raises:
             ModelFileError: the file has no recipe of that name, or its function does not return a recipe.
         """
-        name = next(iter(self.recipes)) if name is None else name
+        first = next(iter(self.recipes))
+        if name is None:
+            name = first
         if name not in self.recipes:
-            near = difflib.get_close_matches(name, self.recipes, n=1)
+            similar = next(iter(difflib.get_close_matches(name, self.recipes, n=1)), first)
             raise ModelFileError(
                 f"There is no recipe {name!r}.",
                 where=str(self.path),
                 why=f"RECIPES of that file has: {', '.join(self.recipes)}.",
-                do=f"--recipe {near[0] if near else next(iter(self.recipes))}  # or add {name!r} to RECIPES",
+                do=f"--recipe {similar}  # or add {name!r} to RECIPES",
             )
         return name, _made(self.path, name, self.recipes[name])
 
     def with_units(self, settings: Mapping[str, Any]) -> ModelFile:
-        """The model file with other settings of the units."""
+        """Returns the model file with other settings of the units."""
         return dataclasses.replace(self, units={**self.units, **settings})
 
     def step_flops(self, recipe: Recipe, plan: ShardPlan, tokens_per_sample: int | None = None) -> tuple[float, str]:
-        """Arithmetic of a step and its formula: the file's own, or that of a dense transformer."""
+        """Returns the arithmetic of a step and its formula: the file's own, or that of a dense transformer."""
         if self.flops is not None:
             return self.flops(recipe)
         tokens = recipe.batch_size * (tokens_per_sample or recipe.sequence_length)
         return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=tokens)
 
     def names_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
-        """The result of `hf_names` for a config; None if the file has no such function."""
+        """Returns the result of `hf_names` for a config; None if the file has no such function."""
         if self.hf_names is None:
             return None
         try:
@@ -258,7 +276,7 @@ class ModelFile:
         return unchecked_names(names, str(self.path))
 
     def config_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
-        """The result of `hf_config` for a config; None if the file has no such function."""
+        """Returns the result of `hf_config` for a config; None if the file has no such function."""
         if self.hf_config is None:
             return None
         try:
@@ -300,35 +318,48 @@ def load_model_file(path: str | Path) -> ModelFile:
 
 
 def _check_file(path: Path) -> None:
-    why = ""
     try:
-        if path.is_dir():
-            why = "it is a folder."
-        elif path.exists() and not path.is_file():
-            why = "it is not a file."
-        elif not path.is_file():
-            why = f"no such file, seen from {Path.cwd()}; the included models are {', '.join(shipped_models())}."
-        elif ".py" not in (path.suffix, path.resolve().suffix):
-            why = f"a model file is Python and ends in .py; this is {path.name!r}."
+        why = _problem_of_file(path)
     except OSError as error:
         why = f"{error.strerror}."
     if why:
-        near = next(iter(difflib.get_close_matches(path.stem, shipped_models(), n=1)), "gpt")
+        similar = next(iter(difflib.get_close_matches(path.stem, shipped_models(), n=1)), "gpt")
         raise ModelFileError(
             "The model file cannot be read.",
             where=str(path),
             why=why,
             do="give the path of a Python file with a model, or the name of an included model, such as"
-            f" {near};\njshard init {near} my_{near}.py  # copies it, for you to edit",
+            f" {similar};\njshard init {similar} my_{similar}.py  # copies it, for you to edit",
         )
 
 
-def _module(path: Path) -> types.ModuleType:
-    # A unique name in sys.modules, so that the file's classes can be pickled and that two
-    # files called model.py do not collide.
+def _problem_of_file(path: Path) -> str:
+    """Returns why a path is no model file; empty if it may be one."""
+    if path.is_dir():
+        return "it is a folder."
+    if path.exists() and not path.is_file():
+        return "it is not a file."
+    if not path.is_file():
+        return f"no such file, seen from {Path.cwd()}; the included models are {', '.join(shipped_models())}."
+    if ".py" not in (path.suffix, path.resolve().suffix):
+        return f"a model file is Python and ends in .py; this is {path.name!r}."
+    return ""
+
+
+def _module_name(path: Path) -> str:
+    """Returns a name that is not in sys.modules: two files called model.py do not collide."""
     stem = MODEL_FILE + re.sub(r"\W", "_", path.stem)
-    numbered = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
-    name = next(name for name in numbered if name not in sys.modules)
+    name = stem
+    number = 1
+    while name in sys.modules:
+        number += 1
+        name = f"{stem}_{number}"
+    return name
+
+
+def _module(path: Path) -> types.ModuleType:
+    """Runs a model file as a module, which is in sys.modules, so that the file's classes can be pickled."""
+    name = _module_name(path)
     resolved = path.resolve()
     module = types.ModuleType(name)
     module.__file__ = str(resolved)
@@ -345,23 +376,11 @@ def _module(path: Path) -> types.ModuleType:
 
 
 def _file_error(error: BaseException, path: Path) -> ModelFileError:
-    """The error for a model file that raised an error, or ended the program, while its names were collected."""
+    """Returns the error for a model file that raised an error, or ended the program, when it ran."""
     if isinstance(error, SyntaxError):
-        return ModelFileError(
-            "The model file is not valid Python.",
-            where=f"{error.filename or path}" + (f", line {error.lineno}" if error.lineno else ""),
-            why=f"{error.msg}." + (f"\n{error.text.strip()}" if error.text else ""),
-            do=f"correct it; python -m py_compile {shlex.quote(str(path))} shows the same.",
-        )
+        return _syntax_error(error, path)
     if isinstance(error, ModuleNotFoundError) and error.name:
-        top = error.name.partition(".")[0]
-        why = f"no installed package and nothing in {path.resolve().parent} has that name."
-        do = f"install the package that provides it (often: pip install {top}), or put {top}.py into that folder."
-        if top in sys.modules:
-            why = f"{top!r} exists, but does not have this part."
-            do = f"correct the name, or install a version of {top} that has it."
-        what = f"The model file imports {error.name!r}, which is not there."
-        return ModelFileError(what, where=place_in(path, error), why=why, do=do)
+        return _missing_module(error, error.name, path)
     return ModelFileError(
         "The model file raises an error.",
         where=place_in(path, error),
@@ -370,8 +389,31 @@ def _file_error(error: BaseException, path: Path) -> ModelFileError:
     )
 
 
+def _syntax_error(error: SyntaxError, path: Path) -> ModelFileError:
+    line = f", line {error.lineno}" if error.lineno else ""
+    text = f"\n{error.text.strip()}" if error.text else ""
+    return ModelFileError(
+        "The model file is not valid Python.",
+        where=f"{error.filename or path}{line}",
+        why=f"{error.msg}.{text}",
+        do=f"correct it; python -m py_compile {shlex.quote(str(path))} shows the same.",
+    )
+
+
+def _missing_module(error: ModuleNotFoundError, name: str, path: Path) -> ModelFileError:
+    top = name.partition(".")[0]
+    if top in sys.modules:
+        why = f"{top!r} exists, but does not have this part."
+        do = f"correct the name, or install a version of {top} that has it."
+    else:
+        why = f"no installed package and nothing in {path.resolve().parent} has that name."
+        do = f"install the package that provides it (often: pip install {top}), or put {top}.py into that folder."
+    what = f"The model file imports {name!r}, which is not there."
+    return ModelFileError(what, where=place_in(path, error), why=why, do=do)
+
+
 def refuses_batches(path: Path, error: Exception) -> ModelFileError:
-    """The error for a model that raises while its step is traced, as for a sequence that is too long."""
+    """Returns the error for a model that raises while its step is traced, as for a sequence that is too long."""
     why = f"{str(error).rstrip('.')}."
     if not isinstance(error, ValueError):  # others are from the library that the model calls, and may name only a value
         why = f"{type(error).__name__}: {error}."
@@ -384,10 +426,12 @@ def refuses_batches(path: Path, error: Exception) -> ModelFileError:
 
 
 def place_in(path: Path, error: BaseException) -> str:
-    """The line of the model file that raised the error."""
+    """Returns the innermost line of the model file that an error was raised through; the file if there is none."""
     resolved = str(path.resolve())
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == resolved]
-    return f"{path}, line {lines[-1]}" if lines else str(path)
+    if not lines:
+        return str(path)
+    return f"{path}, line {lines[-1]}"
 
 
 def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
@@ -425,22 +469,26 @@ def _pick(module: Any, path: Path) -> ModelFile:
         _compat.warn_user(
             f"{path}: generate is no longer called; a model generates text by its method `decode`, or whole."
         )
-    named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
-    named = {name: value for name, value in named.items() if value is not None}
+    functions = {}
+    for name in ("build", "annotate", *_OPTIONAL):
+        value = getattr(module, name, None)
+        if value is not None:
+            functions[name] = value
     wrt = getattr(module, "wrt", nnx.Param)
     hf_types = getattr(module, "hf_types", ())
-    wrong = [*_wrong_kinds(module.RECIPES, named, wrt), *_wrong_types(hf_types)]
-    if wrong:
+    problems = [*_wrong_kinds(module.RECIPES, functions, wrt), *_wrong_types(hf_types)]
+    if problems:
         raise ModelFileError(
             "The model file defines names that cannot be used.",
-            where=[f"{path}, {name}" for name, _ in wrong],
-            why="\n".join(why for _, why in wrong),
+            where=[f"{path}, {name}" for name, _ in problems],
+            why="\n".join(why for _, why in problems),
             do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
         )
-    return ModelFile(path=path, recipes=module.RECIPES, hf_types=tuple(hf_types), wrt=_filter(wrt), **named)
+    return ModelFile(path=path, recipes=module.RECIPES, hf_types=tuple(hf_types), wrt=_filter(wrt), **functions)
 
 
-def _wrong_kinds(recipes: Any, named: Mapping[str, Any], wrt: Any) -> Iterator[tuple[str, str]]:
+def _wrong_kinds(recipes: Any, functions: Mapping[str, Any], wrt: Any) -> Iterator[tuple[str, str]]:
+    """Yields the names with values of a wrong kind, each with the reason."""
     if not isinstance(recipes, Mapping):
         yield "RECIPES", f"RECIPES is {_kind(recipes)}, not a dict of functions."
         recipes = {}
@@ -449,7 +497,7 @@ def _wrong_kinds(recipes: Any, named: Mapping[str, Any], wrt: Any) -> Iterator[t
             yield f"RECIPES[{name!r}]", f"the name {name!r} is {_kind(name)}, not text."
         if not callable(make):
             yield f"RECIPES[{name!r}]", f"RECIPES[{name!r}] is {_kind(make)}, not a function that returns a Recipe."
-    for name, value in named.items():
+    for name, value in functions.items():
         if not callable(value):
             yield name, f"{name} is {_kind(value)}, not a function."
     try:
@@ -465,11 +513,18 @@ def _wrong_types(hf_types: Any) -> Iterator[tuple[str, str]]:
 
 
 def _filter(wrt: Any) -> Any:
-    """The nnx filter of a file's `wrt`: patterns select among parameters."""
-    has_patterns = any(isinstance(one, str) for one in (wrt if isinstance(wrt, (list, tuple)) else [wrt]))
-    return nnx.All(nnx.Param, as_filter(wrt)) if has_patterns else wrt
+    """Returns the nnx filter of a file's `wrt`: patterns select among parameters."""
+    choices = wrt if isinstance(wrt, (list, tuple)) else [wrt]
+    has_patterns = any(isinstance(choice, str) for choice in choices)
+    if not has_patterns:
+        return wrt
+    return nnx.All(nnx.Param, as_filter(wrt))
 
 
 def _kind(value: Any) -> str:
+    """Returns the type of a value as in a sentence: `an int`."""
+    if value is None:
+        return "None"
     name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"{article} {name}"

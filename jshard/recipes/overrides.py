@@ -43,7 +43,7 @@ class SettingError(ShardingError):
 
 
 def override(recipe: R, settings: Sequence[str]) -> R:
-    """The recipe with some of its values replaced.
+    """Returns the recipe with some of its values replaced.
 
     Args:
         recipe: a dataclass, which may have others as fields. It is not changed.
@@ -58,7 +58,8 @@ def override(recipe: R, settings: Sequence[str]) -> R:
     Example:
         override(recipe, ["learning_rate=1e-3", "model.n_layer=4"])
     """
-    keys = dict(sorted(_walk(recipe), key=lambda item: item[0].count(".")))  # its own before nested ones
+    by_depth = sorted(_walk(recipe), key=lambda item: item[0].count("."))  # its own before nested ones
+    keys = dict(by_depth)
     values: dict[str, Any] = {}
     lines: dict[str, str] = {}
     for setting in settings:
@@ -69,9 +70,10 @@ def override(recipe: R, settings: Sequence[str]) -> R:
         if key in values:
             raise _refused(f"{lines[key]} {line}", f"{key} is set twice.", line)
         try:
-            values[key], lines[key] = read_value(text, keys[key]), line
+            values[key] = read_value(text, keys[key])
         except ValueError:
             raise _refused(line, f"{key} takes {_described(keys[key])}, not {shown(text)}.", _KEYS) from None
+        lines[key] = line
     return _rebuilt(recipe, "", values, lines)
 
 
@@ -79,31 +81,52 @@ def override(recipe: R, settings: Sequence[str]) -> R:
 
 
 def read_value(text: str, kind: Any) -> Any:
-    """The value of a text for a type; a ValueError if it is not valid.
+    """Parses a text as a value of a type; raises a ValueError if it is not valid.
 
     Items of a tuple or a list are separated by commas. `Any` accepts a Python literal, true, false and none, and any
     other text as text; an unknown class accepts a Python literal of that class.
     """
     kind = getattr(kind, "__supertype__", kind)  # of a NewType
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
     if origin is typing.Annotated:
         return read_value(text, args[0])
-    if origin in (typing.Union, types.UnionType):  # str, which takes everything, is last; Literal "none" before None
-        for each in sorted(args, key=lambda kind: (kind is str, kind is types.NoneType)):
-            with contextlib.suppress(ValueError):
-                return read_value(text, each)
-        raise ValueError(f"{text!r} fits none of {args}")
+    if origin in (typing.Union, types.UnionType):
+        return _read_union(text, args)
     if origin is typing.Literal:
         return _chosen(text, {str(value): value for value in args})
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return _chosen(text, kind.__members__)
     if (origin or kind) in (tuple, list):
-        inside = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
-        parts = [part.strip() for part in inside.removesuffix(",").split(",")] if inside else []
-        is_open = origin is not tuple or args[-1] is ...
-        kinds = [args[0] if args else Any] * len(parts) if is_open else args
-        return (origin or kind)(read_value(part, each) for part, each in zip(parts, kinds, strict=True))
-    return _READERS[kind](text) if kind in _READERS else _literal(text, kind)
+        return _read_items(text, origin or kind, args)
+    if kind in _READERS:
+        return _READERS[kind](text)
+    return _literal(text, kind)
+
+
+def _read_union(text: str, kinds: Sequence[Any]) -> Any:
+    """Parses a text as the first type of a union that it fits."""
+
+    def order(kind: Any) -> tuple[bool, bool]:
+        return kind is str, kind is types.NoneType  # str, which takes everything, is last; Literal "none" before None
+
+    for kind in sorted(kinds, key=order):
+        with contextlib.suppress(ValueError):
+            return read_value(text, kind)
+    raise ValueError(f"{text!r} fits none of {kinds}")
+
+
+def _read_items(text: str, container: type[tuple | list], kinds: Sequence[Any]) -> Any:
+    """Parses the items of a tuple or a list, with or without brackets; a last comma is allowed, as in Python."""
+    inside = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+    parts = []
+    if inside:
+        parts = [part.strip() for part in inside.removesuffix(",").split(",")]
+    if not kinds:  # without brackets in the annotation
+        kinds = [Any] * len(parts)
+    elif container is list or kinds[-1] is ...:
+        kinds = [kinds[0]] * len(parts)
+    return container(read_value(part, kind) for part, kind in zip(parts, kinds, strict=True))
 
 
 def _int(text: str) -> int:
@@ -123,16 +146,20 @@ def _float(text: str) -> float:
 
 
 def _chosen(text: str, choices: Mapping[str, Any]) -> Any:
+    """Returns the choice that a text names."""
     if text not in choices:
         raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
     return choices[text]
 
 
 def _literal(text: str, kind: Any) -> Any:
-    """A Python literal of a class; for `Any` also a text."""
+    """Parses a Python literal of a class; for `Any` any other text is a text."""
     value: Any = text
-    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        value = _WORDS[text.lower()] if text.lower() in _WORDS else _evaluated(text)
+    if text.lower() in _WORDS:
+        value = _WORDS[text.lower()]
+    else:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = _evaluated(text)
     try:
         fits = kind is Any or isinstance(value, typing.get_origin(kind) or kind)
     except TypeError:  # a form of typing that isinstance does not know
@@ -165,24 +192,31 @@ _READERS: dict[Any, Any] = {
 
 
 def _described(kind: Any) -> str:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    """Returns a type as a user reads it in a message."""
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
     if origin is typing.Literal:
         return f"{{{','.join(map(str, args))}}}"
     if origin in (typing.Union, types.UnionType):
         return "|".join(map(_described, args))
     if kind is types.NoneType:
         return "none"
-    return "true|false" if kind is bool else getattr(kind, "__name__", str(kind))
+    if kind is bool:
+        return "true|false"
+    return getattr(kind, "__name__", str(kind))
 
 
 # Keys.
 
 
 def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys and their types."""
+    """Yields the keys and their types."""
     hints = _hints(type(node))
-    for field in filter(lambda field: field.init, dataclasses.fields(node)):
-        value, name = getattr(node, field.name), f"{prefix}{field.name}"
+    for field in dataclasses.fields(node):
+        if not field.init:
+            continue
+        value = getattr(node, field.name)
+        name = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _walk(value, f"{name}.")
         else:
@@ -190,7 +224,7 @@ def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields; `Any` for an annotation that only type checkers can resolve."""
+    """Returns the types of a dataclass's fields; `Any` for an annotation that only type checkers can resolve."""
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         names = vars(sys.modules.get(base.__module__, types))
@@ -204,12 +238,12 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[str, str]) -> Any:
-    """The dataclass with the values for it and for the dataclasses in it."""
-    here = [key for key in values if key.startswith(prefix)]
-    if not here:
+    """Returns the dataclass with the values for it and for the dataclasses in it."""
+    keys = [key for key in values if key.startswith(prefix)]
+    if not keys:
         return node
     changes: dict[str, Any] = {}
-    for key in here:
+    for key in keys:
         name, nested, _ = key.removeprefix(prefix).partition(".")
         if not nested:
             changes[name] = values[key]
@@ -223,23 +257,38 @@ def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[s
     except (ValueError, TypeError, ArithmeticError, AssertionError) as error:  # d_model % n_head, with 0 heads
         text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
         why = f"{type(node).__name__} refuses it: {text or 'one of its assertions failed.'}"
-        raise _refused(" ".join(lines[key] for key in here), why, _KEYS) from error
+        raise _refused(" ".join(lines[key] for key in keys), why, _KEYS) from error
 
 
 def _unknown(key: str, text: str, line: str, keys: Mapping[str, Any]) -> SettingError:
-    last = {other: other.rpartition(".")[2] for other in keys}
-    names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
-    same = [other for other in keys if last[other] in names]  # by their last names, then by the whole key
-    fields = [other for other in keys if other.startswith(f"{key}.")]
-    why = f"the recipe has no key {key!r}."
-    if key in keys or fields:
-        why = "it is not key=value." if key in keys else f"{key} is set field by field."
-    near, do = next(iter(difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None), _KEYS
-    if near is not None and not fields:
-        with contextlib.suppress(ValueError):
-            read_value(text, keys[near])
-            do = _line(near, text)
+    """Returns the error for a setting that is not a key and a value, with a similar key if there is one."""
+    has_fields = any(other.startswith(f"{key}.") for other in keys)
+    if key in keys:
+        why = "it is not key=value."
+    elif has_fields:
+        why = f"{key} is set field by field."
+    else:
+        why = f"the recipe has no key {key!r}."
+    do = _KEYS
+    similar = _similar_key(key, keys)
+    if similar is not None and not has_fields:
+        with contextlib.suppress(ValueError):  # the value is not one of that key: then it was not meant
+            read_value(text, keys[similar])
+            do = _line(similar, text)
     return _refused(line, "\n".join([why, *textwrap.wrap(f"its keys: {', '.join(keys)}", width=100)]), do)
+
+
+def _similar_key(key: str, keys: Mapping[str, Any]) -> str | None:
+    """Returns the key that is most similar: first by its last name, as users forget `model.`, then as a whole."""
+    last_names = {other: _last_name(other) for other in keys}
+    names = difflib.get_close_matches(_last_name(key), list(last_names.values()), n=1)
+    candidates = [other for other in keys if last_names[other] in names]
+    matches = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)
+    return matches[0] if matches else None
+
+
+def _last_name(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _refused(where: str, why: str, do: str) -> SettingError:
@@ -260,27 +309,33 @@ def _number_or_word(text: str) -> Any:
 
 
 def parse_units(texts: Sequence[str]) -> dict[str, Any]:
-    """The settings in texts such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`."""
-    found: dict[str, Any] = {}
+    """Parses settings such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`."""
+    settings: dict[str, Any] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
-        why = ""
-        if name not in SETTINGS or not value or name in found:
+        if name not in SETTINGS or not value or name in settings:
             why = f"the settings are {', '.join(SETTINGS)}, each as in js.fully_shard and at most once."
-        elif name == "remat":  # one of its policies is called "none"
-            check_remat(value)
-            found[name] = value
-        else:
-            found[name] = _number_or_word(value)
-            if name == "prefetch":
-                Prefetch.parse(found[name])
-            elif isinstance(found[name], str):
-                why = "it is true, false, none, or a number of neighbours."
-        if why:
-            raise ShardingError(
-                "A setting of the units cannot be used.",
-                where=f"--unit {text}",
-                why=why,
-                do="--unit remat=full --unit prefetch=2 --unit reshard_after_forward=false",
-            )
-    return found
+            raise _refused_unit(text, why)
+        settings[name] = _unit_value(text, name, value)
+    return settings
+
+
+def _unit_value(text: str, name: str, value: str) -> Any:
+    if name == "remat":  # one of its policies is called "none"
+        check_remat(value)
+        return value
+    parsed = _number_or_word(value)
+    if name == "prefetch":
+        Prefetch.parse(parsed)
+    elif isinstance(parsed, str):
+        raise _refused_unit(text, "it is true, false, none, or a number of neighbours.")
+    return parsed
+
+
+def _refused_unit(text: str, why: str) -> ShardingError:
+    return ShardingError(
+        "A setting of the units cannot be used.",
+        where=f"--unit {text}",
+        why=why,
+        do="--unit remat=full --unit prefetch=2 --unit reshard_after_forward=false",
+    )

@@ -24,12 +24,12 @@ _PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gr
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of the packages that a run depends on; None for one that is not installed."""
-    return {"python": platform.python_version()} | _compat.versions(_PACKAGES)
+    """Returns the versions of Python and of the packages of a run; None for one that is not installed."""
+    return {"python": platform.python_version(), **_compat.versions(_PACKAGES)}
 
 
 def tree(value: Any) -> Any:
-    """A value in JSON types.
+    """Returns a value in JSON types.
 
     A dataclass becomes a dict that begins with its "class"; types that JSON lacks become text: an enum by its name,
     inf, a dtype, a function by its qualified name.
@@ -39,27 +39,36 @@ def tree(value: Any) -> Any:
         return {"class": type(value).__qualname__, **fields}
     if isinstance(value, Mapping):
         return {str(key): tree(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [tree(item) for item in value]
-        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
-    if isinstance(value, enum.Enum):
-        return value.name
+    if isinstance(value, list | tuple):
+        return [tree(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((tree(item) for item in value), key=str)  # so that equal sets print the same
     if isinstance(value, np.generic):
         return tree(value.item())
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, enum.Enum):  # before its value: an enum may be an int, too
+        return value.name
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else _text(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return _text(value)
 
 
 def _text(value: Any) -> str:
-    """A text without memory addresses, so that two runs of the same configuration print the same."""
+    """Returns a text without memory addresses, so that two runs of the same configuration print the same."""
     if isinstance(value, Path | np.dtype):
         return str(value)
     name = getattr(value, "__qualname__", None)
     if name is not None:
         return f"{value.__module__}.{name}"
     text = repr(value)
-    return f"{type(value).__module__}.{type(value).__qualname__}" if " at 0x" in text else text
+    if " at 0x" in text:
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return text
 
 
 # A recipe: a whole training run as a value.
@@ -110,7 +119,7 @@ class Recipe:
     seed: int = 0
 
     def schedule(self) -> optax.Schedule:
-        """The learning rate as a function of the step."""
+        """Returns the learning rate as a function of the step."""
         return optax.warmup_cosine_decay_schedule(
             init_value=0.0,
             peak_value=self.learning_rate,
@@ -122,24 +131,31 @@ class Recipe:
     @property
     def recorded_rate(self) -> optax.Schedule | None:
         """`schedule`, for the record; None if an overridden `optimizer` may not use it."""
-        own = type(self).optimizer is not Recipe.optimizer and type(self).schedule is Recipe.schedule
-        return None if own else self.schedule()
+        has_own_optimizer = type(self).optimizer is not Recipe.optimizer
+        has_own_schedule = type(self).schedule is not Recipe.schedule
+        if has_own_optimizer and not has_own_schedule:
+            return None
+        return self.schedule()
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW, after clipping by the global gradient norm."""
+        """Returns AdamW, after clipping by the global gradient norm."""
         adamw = optax.adamw(
             self.schedule(),
             b1=self.b1,
             b2=self.b2,
             weight_decay=self.weight_decay,
-            mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params),
+            mask=_matrices_in,
         )
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
 
 
+def _matrices_in(params: Any) -> Any:
+    return jax.tree.map(lambda parameter: parameter.ndim >= 2, params)
+
+
 # Invalid values of a recipe, refused before anything is built.
 
-# The minimum of each; the other values are free.
+# The minimum of each number; other settings have none.
 _LEAST = {
     "num_steps": 1,
     "batch_size": 1,
@@ -161,22 +177,39 @@ class RecipeError(ShardingError):
     """A recipe with invalid values."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _InvalidValue:
+    """A setting with an invalid value, the reason, and a valid value to propose."""
+
+    key: str
+    why: str
+    proposal: Any
+
+
 def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raises one `RecipeError` for all invalid numbers; `options` are the options of some keys."""
-    problems = [*_counts(recipe)] or [*_together(recipe)]  # the second uses numbers checked by the first
+    """Raises one `RecipeError` for all invalid numbers.
+
+    Args:
+        recipe: the recipe.
+        options: of keys that have an option of their own on the command line, that option.
+    """
+    problems = list(_invalid_values(recipe))
+    if not problems:
+        problems = list(_conflicts(recipe))  # computes with values that are valid alone
     if not problems:
         _check_optimizer(recipe)
         return
-    keys, whys, values = zip(*problems, strict=True)
+    lines = []
+    for problem in problems:
+        if problem.key in options:
+            lines.append(f"{options[problem.key]} {problem.proposal}")
+        else:
+            lines.append(f"--set {problem.key}={problem.proposal}")
     raise RecipeError(
         "The recipe has invalid values.",
-        where=[f"{key}={getattr(recipe, key)!r}" for key in keys],
-        why="\n".join(whys),
-        do=" ".join(
-            f"{options[key]} {value}" if key in options else f"--set {key}={value}"
-            for key, value in zip(keys, values, strict=True)
-        )
-        + "\nor the same in the model file.",
+        where=[f"{problem.key}={getattr(recipe, problem.key)!r}" for problem in problems],
+        why="\n".join(problem.why for problem in problems),
+        do=" ".join(lines) + "\nor the same in the model file.",
     )
 
 
@@ -184,63 +217,94 @@ def _check_optimizer(recipe: Recipe) -> None:
     optimizer = recipe.optimizer()
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
+    returned = "None" if optimizer is None else f"a {type(optimizer).__name__}"
     raise RecipeError(
         "The optimizer of the recipe is not one of Optax.",
         where=f"{type(recipe).__name__}.optimizer",
-        why=f"it returns {'None' if optimizer is None else f'a {type(optimizer).__name__}'}.",
+        why=f"it returns {returned}.",
         do="return optax.adamw(self.schedule())",
     )
 
 
 def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
     """Raises a `RecipeError` unless a recipe's batches split over a mesh, each microbatch and each sequence evenly."""
-    length, over = recipe.sequence_length, degree(mesh, CONTEXT)
-    if length > 1 and length % over:  # if 1, samples are not token sequences
-        raise RecipeError(
-            "The sequences do not split over the context axis of the mesh.",
-            where=[f"sequence_length={length}", f"mesh {CONTEXT}={over}"],
-            why=f"{length} = {length // over} x {over} + {length % over}.",
-            do=f"--set sequence_length={max(length // over, 1) * over}"
-            + (f"  # or a smaller mesh: --mesh context={math.gcd(length, over)}" if math.gcd(length, over) > 1 else ""),
-        )
-    rows, shards = recipe.batch_size // recipe.accumulate, data_degree(mesh)
-    if rows % shards == 0:
+    _check_length(recipe, mesh)
+    _check_rows(recipe, mesh)
+
+
+def _check_length(recipe: Recipe, mesh: AnyMesh) -> None:
+    length = recipe.sequence_length
+    parts = degree(mesh, CONTEXT)
+    if length <= 1 or length % parts == 0:  # if 1, samples are not token sequences
         return
-    parts = f"{recipe.batch_size} / {recipe.accumulate} = {rows}" if recipe.accumulate > 1 else f"{rows}"
-    degrees = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
+    do = f"--set sequence_length={max(length // parts, 1) * parts}"
+    common = math.gcd(length, parts)
+    if common > 1:
+        do += f"  # or a smaller mesh: --mesh context={common}"
     raise RecipeError(
-        f"The {'microbatch' if recipe.accumulate > 1 else 'batch'} does not split over the data axes of the mesh.",
-        where=[f"batch_size={recipe.batch_size}, accumulate={recipe.accumulate}", f"mesh {degrees}"],
-        why=f"{parts} sequences over {shards} data shards.",
-        do=f"--set batch_size={math.ceil(rows / shards) * shards * recipe.accumulate}"
-        + (f"  # or a smaller mesh: --mesh fsdp={math.gcd(rows, shards)}" if math.gcd(rows, shards) > 1 else ""),
+        "The sequences do not split over the context axis of the mesh.",
+        where=[f"sequence_length={length}", f"mesh {CONTEXT}={parts}"],
+        why=f"{length} = {length // parts} x {parts} + {length % parts}.",
+        do=do,
     )
 
 
-def _counts(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+def _check_rows(recipe: Recipe, mesh: AnyMesh) -> None:
+    rows = recipe.batch_size // recipe.accumulate
+    shards = data_degree(mesh)
+    if rows % shards == 0:
+        return
+    batch = "batch"
+    count = f"{rows}"
+    if recipe.accumulate > 1:
+        batch = "microbatch"
+        count = f"{recipe.batch_size} / {recipe.accumulate} = {rows}"
+    degrees = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
+    do = f"--set batch_size={math.ceil(rows / shards) * shards * recipe.accumulate}"
+    common = math.gcd(rows, shards)
+    if common > 1:
+        do += f"  # or a smaller mesh: --mesh fsdp={common}"
+    raise RecipeError(
+        f"The {batch} does not split over the data axes of the mesh.",
+        where=[f"batch_size={recipe.batch_size}, accumulate={recipe.accumulate}", f"mesh {degrees}"],
+        why=f"{count} sequences over {shards} data shards.",
+        do=do,
+    )
+
+
+def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
+    """Yields the settings whose values are invalid alone."""
     for key, least in _LEAST.items():
         value = getattr(recipe, key)
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             is_whole = isinstance(value, float) and value.is_integer()
-            yield key, f"{key} is a {type(value).__name__}, not an int.", int(value) if is_whole else max(least, 1)
+            proposal = int(value) if is_whole else max(least, 1)
+            yield _InvalidValue(key, f"{key} is a {type(value).__name__}, not an int.", proposal)
         elif value < least:
-            yield key, f"{key} must be at least {least}.", least
+            yield _InvalidValue(key, f"{key} must be at least {least}.", least)
         elif int(value) > _MOST:
-            yield key, f"{key} must be at most 2**63 - 1, as arrays count in 64 bits.", max(least, 1)
+            why = f"{key} must be at most 2**63 - 1, as arrays count in 64 bits."
+            yield _InvalidValue(key, why, max(least, 1))
     if recipe.loss_scale not in LOSS_SCALES:
-        yield "loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto"
+        yield _InvalidValue("loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto")
     if not _is_finite(recipe.learning_rate):
-        yield "learning_rate", "learning_rate must be a finite number, 0 or more.", 1e-3
+        yield _InvalidValue("learning_rate", "learning_rate must be a finite number, 0 or more.", 1e-3)
 
 
-def _together(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    if recipe.batch_size % recipe.accumulate:
-        rest = recipe.batch_size % recipe.accumulate
-        why = f"batch_size={recipe.batch_size} does not split into {recipe.accumulate} microbatches: {rest} over."
-        fewer = range(min(recipe.accumulate, recipe.batch_size), 0, -1)
-        yield "accumulate", why, next(n for n in fewer if recipe.batch_size % n == 0)
+def _conflicts(recipe: Recipe) -> Iterator[_InvalidValue]:
+    """Yields the settings whose values are invalid together, or for the libraries that take them."""
+    remainder = recipe.batch_size % recipe.accumulate
+    if remainder:
+        why = f"batch_size={recipe.batch_size} does not split into {recipe.accumulate} microbatches: {remainder} over."
+        yield _InvalidValue("accumulate", why, _largest_divisor(recipe.batch_size, recipe.accumulate))
     if recipe.seed >= _SEEDS:
-        yield "seed", f"seed must be below 2**32 = {_SEEDS}.", recipe.seed % _SEEDS
+        yield _InvalidValue("seed", f"seed must be below 2**32 = {_SEEDS}.", recipe.seed % _SEEDS)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """Returns the largest divisor of a number up to a limit."""
+    candidates = range(min(most, number), 0, -1)
+    return next(candidate for candidate in candidates if number % candidate == 0)
 
 
 def _is_finite(value: Any) -> bool:

@@ -81,8 +81,16 @@ class TrainStep:
         self._graphdef, state = nnx.split(self._objects)
         self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self.mesh))
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
-        how = {"accumulate": accumulate, "learning_rate": learning_rate}
-        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self.mesh, **how)
+        traced = _traced(
+            loss_fn,
+            self._graphdef,
+            self._tree,
+            self._leaves,
+            batch,
+            self.mesh,
+            accumulate=accumulate,
+            learning_rate=learning_rate,
+        )
         self._program = traced.lower().compile(compiler_options=dict(compiler_options or {}))
 
     def __call__(self, batch: Any) -> Scalars:
@@ -138,22 +146,22 @@ class TrainStep:
 def lower_step(
     loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
 ) -> jax.stages.Lowered:
-    """The program of a `TrainStep`, lowered but not compiled: model, optimizer and batch may be abstract."""
+    """Returns the program of a `TrainStep`, lowered but not compiled: model, optimizer and batch may be abstract."""
     return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate).lower()
 
 
 def trace_step(
     loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
 ) -> jax.stages.Traced:
-    """The traced JAX program of `lower_step`, with the same arguments; its equations can be read."""
+    """Returns the traced JAX program of `lower_step`, with the same arguments; its equations can be read."""
     mesh = _mesh(model)
     everywhere = NamedSharding(mesh, PartitionSpec())
     graphdef, state = nnx.split((model, optimizer))
     leaves, tree = jax.tree.flatten(jax.tree.map(as_array, state))
-    placed = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
-        for leaf in leaves
-    ]
+    placed = []
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None) or everywhere
+        placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
     return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate=accumulate, learning_rate=None)
 
 
@@ -168,11 +176,13 @@ def _traced(
     accumulate: int,
     learning_rate: optax.Schedule | None,
 ) -> jax.stages.Traced:
-    before = _paths(jax.tree.unflatten(tree, leaves))
+    paths_before = _paths(jax.tree.unflatten(tree, leaves))
 
     def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
         model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
-        rate = {} if learning_rate is None else {"learning_rate": learning_rate(optimizer.step[...])}
+        rate: dict[str, Any] = {}
+        if learning_rate is not None:  # of this step: the update counts on
+            rate["learning_rate"] = learning_rate(optimizer.step[...])
         run = scaled_value_and_grad(with_metrics(loss_fn), optimizer, accumulate=accumulate, has_aux=True)
         (loss, metrics), grads = run(model, batch)
         mean = mean_over if accumulate > 1 else mean_of
@@ -180,12 +190,14 @@ def _traced(
         _update(optimizer, model, grads, loss)
         params = nnx.state(model, optimizer.wrt)
         state = nnx.state((model, optimizer))
-        _check_unchanged(before, _paths(state))
+        _check_unchanged(paths_before, _paths(state))
         scalars = {"loss": loss, "grad_norm": optax.tree.norm(to_device(grads)), **rate, **metrics}
         if not any(map(_compat.on_host, jax.tree.leaves(params))):
             scalars["param_norm"] = optax.tree.norm(params)
-        if (found := loss_scale_of(optimizer)) is not None:
-            scalars |= {"loss_scale": found.scale, "skipped_steps": found.skipped}
+        loss_scale = loss_scale_of(optimizer)
+        if loss_scale is not None:
+            scalars["loss_scale"] = loss_scale.scale
+            scalars["skipped_steps"] = loss_scale.skipped
         return jax.tree.leaves(state), scalars
 
     shardings = [_compat.asked_of_results(leaf.sharding) for leaf in leaves]
@@ -195,9 +207,11 @@ def _traced(
 
 def _update(optimizer: nnx.Optimizer, model: nnx.Module, grads: Any, loss: jax.Array) -> None:
     """Updates the model; a transformation that takes arguments beside the gradients receives the loss as `value`."""
-    takes_more = isinstance(optimizer.tx, optax.GradientTransformationExtraArgs)
+    extra = {}
+    if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
+        extra["value"] = loss
     try:
-        optimizer.update(model, grads, **({"value": loss} if takes_more else {}))
+        optimizer.update(model, grads, **extra)
     except TypeError as error:
         missing = re.search(r"(\w+).*missing \d+ required keyword-only arguments?: (.*)", str(error))
         if missing is None:
@@ -213,10 +227,11 @@ def _update(optimizer: nnx.Optimizer, model: nnx.Module, grads: Any, loss: jax.A
 def _check_unchanged(before: set[str], after: set[str]) -> None:
     """Raises if a step changes the structure of the state, because the run could not continue."""
     if before != after:
+        created = [f"{path}  new" for path in sorted(after - before)]
+        removed = [f"{path}  gone" for path in sorted(before - after)]
         raise AnnotationError(
             "The step changes the structure of the model or the optimizer.",
-            where=[f"{path}  new" for path in sorted(after - before)]
-            + [f"{path}  gone" for path in sorted(before - after)],
+            where=created + removed,
             why=f"{len(before)} arrays went in, {len(after)} came out.",
             do="create every variable in __init__; drop sown values with nnx.pop inside the loss.",
         )
@@ -257,7 +272,8 @@ class EvalStep:
         leaves, tree = jax.tree.flatten(state)
 
         def evaluate(leaves: Sequence[jax.Array], batch: Any) -> tuple[Scalars, Scalars]:
-            loss, metrics = with_metrics(loss_fn)(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch)
+            model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+            loss, metrics = with_metrics(loss_fn)(model, batch)
             values = {"loss": loss, **metrics}
             weights = {name: x.weight for name, x in values.items() if isinstance(x, WeightedMean)}
             return {name: mean_of(x) for name, x in values.items()}, weights
@@ -266,21 +282,21 @@ class EvalStep:
         self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
 
     def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> Scalars:
-        """The "loss" and the metrics, on the devices, without waiting for them."""
+        """Returns the "loss" and the metrics, on the devices, without waiting for them."""
         return self.with_weights(leaves, batch)[0]
 
     def with_weights(self, leaves: Sequence[jax.Array], batch: Any) -> tuple[Scalars, Scalars]:
-        """The same, and the weights of those that are a `js.WeightedMean`."""
+        """Returns the same, and the weights of those that are a `js.WeightedMean`."""
         return self._program(list(leaves), batch)
 
 
 def inference_view(model: M) -> M:
-    """The model with dropout off and statistics fixed. The arrays are shared, and `model` itself is unchanged."""
+    """Returns the model with dropout off and statistics fixed. It shares the arrays; `model` itself is unchanged."""
     return nnx.with_attributes(model, raise_if_not_found=False, deterministic=True, use_running_average=True)
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes per device of a compiled program: arguments, results that do not alias them, temporaries."""
+    """Returns the bytes per device of a compiled program: arguments, results that do not alias them, temporaries."""
     memory: Any = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
@@ -295,7 +311,7 @@ def _mesh(model: nnx.Module) -> Mesh:
 
 
 def _on_mesh(state: Any, mesh: Mesh) -> Any:
-    """The state with unplaced arrays (an optimizer's counters) moved to the mesh; raises for arrays elsewhere.
+    """Returns the state with unplaced arrays (an optimizer's counters) moved to the mesh; raises for arrays elsewhere.
 
     No two arrays share a buffer: `nnx.clone` and some transformations of Optax keep one array under two names.
     """
@@ -303,11 +319,10 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
     _check_arrays(flat)
     check_has_arrays("TrainStep(loss_fn, model, optimizer, batch)", [leaf for _, leaf in flat])
     devices = set(mesh.devices.flat)
-    elsewhere = [
-        f"{_path(path)}  on {', '.join(sorted(map(str, leaf.devices())))}"
-        for path, leaf in flat
-        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices
-    ]
+    elsewhere = []
+    for path, leaf in flat:
+        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices:
+            elsewhere.append(f"{_path(path)}  on {', '.join(sorted(map(str, leaf.devices())))}")
     if elsewhere:
         raise AnnotationError(
             f"Not on the mesh of the run: {counted(len(elsewhere), 'array')} of the state.",
@@ -316,8 +331,11 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
             do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",
         )
     everywhere = NamedSharding(mesh, PartitionSpec())
-    is_there = lambda leaf: isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
-    placed = [leaf if is_there(leaf) else placed_apart(as_array(leaf), everywhere) for _, leaf in flat]
+    placed = []
+    for _, leaf in flat:
+        if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != devices:
+            leaf = placed_apart(as_array(leaf), everywhere)
+        placed.append(leaf)
     return jax.tree.unflatten(tree, apart(placed))  # the step donates all of them
 
 
@@ -334,13 +352,22 @@ def _check_arrays(flat: Sequence[tuple[tuple, Any]]) -> None:
 
 
 def _paths(state: Any) -> set[str]:
+    """Returns the paths of the arrays in a state, in readable form."""
     return {_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
 def _path(path: tuple) -> str:
-    """A path in (model, optimizer) in readable form."""
-    first, *rest = (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-    return "/".join(["model" if first == "0" else "optimizer", *(key for key in rest if key != "value")])
+    """Returns a path in (model, optimizer) in readable form."""
+    first, *rest = map(_key_text, path)
+    owner = "model" if first == "0" else "optimizer"
+    return "/".join([owner, *(key for key in rest if key != "value")])
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
 
 
 # Model FLOPs utilisation: the share of the devices' peak used for the model's arithmetic; and peak memory.
@@ -355,7 +382,7 @@ class Peak:
 
 
 def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignore[reportInvalidTypeForm]
-    """The total peak of some devices; None if it is not known: for CPUs, and with a warning for unknown accelerators.
+    """Returns the total peak of devices; None if unknown: for CPUs, and with a warning for other accelerators.
 
     It is dense bf16, whatever dtype the model computes in.
     """
@@ -363,11 +390,11 @@ def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignor
         # Nobody states a peak for CPUs, and a measured matrix product is none: others exceed it.
         return None
     kinds = sorted({device.device_kind for device in devices})
-    found = peak_of(kinds[0]) if len(kinds) == 1 else None
-    if found is None:
+    known_peak = peak_of(kinds[0]) if len(kinds) == 1 else None
+    if known_peak is None:
         warnings.warn(f"The peak of {', '.join(kinds)} is unknown, so no MFU is shown.", stacklevel=2)
         return None
-    flops_per_s, source = found
+    flops_per_s, source = known_peak
     each = f"{len(devices)} x {flops_per_s / 1e12:g}e12 of {kinds[0]}"
     dtype = "fp16" if "V100" in kinds[0] else "bf16"
     return Peak(len(devices) * flops_per_s, f"{each}: dense {dtype}, {source}")
@@ -394,11 +421,11 @@ class Mfu:
     peak: Peak
 
     def of(self, step_s: float) -> float:
-        """The share of the peak, 0 to 1, at so many seconds per step."""
+        """Returns the share of the peak, 0 to 1, at so many seconds per step."""
         return self.flops_per_step / step_s / self.peak.flops_per_s
 
     def describe(self) -> str:
-        """One line: the formula and the figures that it uses."""
+        """Returns one line: the formula and the figures that it uses."""
         return (
             "MFU = flops per step / step time / peak; "
             f"flops per step = {self.formula} = {self.flops_per_step:.2e}; "
@@ -407,19 +434,28 @@ class Mfu:
 
 
 def peak_bytes(devices: Sequence[jax.Device], compiled_bytes: int) -> tuple[int, str]:  # pyright: ignore[reportInvalidTypeForm]
-    """The peak memory of a device of this process, in bytes, and the kind of that figure.
+    """Returns the peak memory of a device of this process, in bytes, and the kind of that figure.
 
     "measured" is the backend's figure since the process began; "compiled" is that of the compiled step, used
     for backends that do not report memory, such as the CPU's.
     """
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local]
-    measured = [peak for peak in peaks if peak is not None]
-    return (max(measured), "measured") if measured else (compiled_bytes, "compiled")
+    measured = _most_bytes(devices, "peak_bytes_in_use")
+    if measured is None:
+        return compiled_bytes, "compiled"
+    return measured, "measured"
 
 
 def used_bytes(devices: Sequence[jax.Device]) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
-    """The most memory in use on a device of this process, in bytes; None if the backend does not report it."""
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    found = [(device.memory_stats() or {}).get("bytes_in_use") for device in local]
-    return max((n for n in found if n is not None), default=None)
+    """Returns the most memory in use on a device of this process, in bytes; None if the backend does not report it."""
+    return _most_bytes(devices, "bytes_in_use")
+
+
+def _most_bytes(devices: Sequence[jax.Device], figure: str) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
+    """Returns the largest of a figure that the devices of this process report; None if none does."""
+    reported = []
+    for device in devices:
+        if device.process_index == jax.process_index():
+            bytes_ = (device.memory_stats() or {}).get(figure)
+            if bytes_ is not None:
+                reported.append(bytes_)
+    return max(reported, default=None)

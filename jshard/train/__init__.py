@@ -1,10 +1,11 @@
 """The trainer behind `jshard train`, in parts that you can use in your own loop.
 
-    Recipe, ModelFile, load_model_file, Batch     what to train
-    run_recipe                                    the whole run, with its record in a folder
-    TrainStep, EvalStep                           one compiled program each
-    fit, to_devices, evaluate, Every, StopSignal  the loop
-    Tracker, Trackers, Progress, Meter            output and records
+    Recipe, ModelFile, load_model_file, Batch              what to train
+    run_recipe, RunOptions                                 the whole run, with its record in a folder
+    TrainStep, EvalStep                                    one compiled program each
+    fit, to_devices, evaluate, StopSignal                  the loop
+    EvaluationHook, CheckpointHook, PeriodicHook           what it does between steps
+    Tracker, Trackers, register_tracker, Progress, Meter   output and records
 
 Data are in `js.data`, float16's loss scale is `js.LossScale`, and the rest is in the modules of this package and of
 `jshard.recipes`.

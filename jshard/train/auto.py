@@ -22,7 +22,7 @@ from jshard._processes import exchange, is_primary
 from jshard._text import duration
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.estimate import Machine, machine_here
+from jshard.cluster.machine import Machine, machine_here
 from jshard.cluster.search import Search, is_same, search
 from jshard.data import Data, Loader, local_rows
 from jshard.errors import ShardingError
@@ -39,6 +39,7 @@ TRIES = 4
 """The most configurations that are measured."""
 
 _PRIOR = 0.05  # how strongly both factors are pulled to the mean ratio of measured to estimated
+_TIMED_STEPS = 3  # after one untimed step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,11 @@ class MeasuredVariant:
 
     cost: Cost
     step_s: float
+
+    @property
+    def did_run(self) -> bool:
+        """Returns whether it fits the devices."""
+        return math.isfinite(self.step_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Factors:
     wait: float = 1.0
 
     def step_s(self, cost: Cost) -> float:
-        """The corrected estimate."""
+        """Returns the corrected estimate."""
         return self.compute * cost.compute_s + self.wait * cost.exposed_s
 
 
@@ -70,48 +76,66 @@ class Feedback:
 
     @property
     def best(self) -> MeasuredVariant | None:
-        """The fastest that ran."""
-        ran = [one for one in self.tried if math.isfinite(one.step_s)]
-        return min(ran, key=lambda one: one.step_s, default=None)
+        """Returns the fastest that ran."""
+        ran = [variant for variant in self.tried if variant.did_run]
+        return min(ran, key=lambda variant: variant.step_s, default=None)
 
 
-def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int = TRIES) -> Feedback:
+def with_feedback(candidates: Search, measure: Callable[[Cost], float], *, tries: int = TRIES) -> Feedback:
     """Tries configurations until none left has a corrected estimate below the fastest measured step.
 
     The first is the best by the estimates, the second the requested one, which the choice has to beat.
     """
-    left = list(found.ranked)
-    queue = [left.pop(0)]
-    asked = next((cost for cost in left if is_same(cost, found.default)), None)
-    if asked is not None:
-        left.remove(asked)
-        queue.append(asked)
+    untried = list(candidates.ranked)
+    queue = [untried.pop(0)]
+    requested = _requested(untried, candidates)
+    if requested is not None:
+        untried.remove(requested)
+        queue.append(requested)
     tried: list[MeasuredVariant] = []
     while queue and len(tried) < tries:
         cost = queue.pop(0)
         tried.append(MeasuredVariant(cost, measure(cost)))
         factors = fitted(tried)
-        left = [other for other in left if not is_same(other, cost)]  # the same program under another name
-        left.sort(key=factors.step_s)
-        if not queue and left and factors.step_s(left[0]) < min(one.step_s for one in tried):
-            queue.append(left.pop(0))
+        untried = [other for other in untried if not is_same(other, cost)]  # the same program under another name
+        untried.sort(key=factors.step_s)
+        if queue or not untried:
+            continue
+        fastest_s = min(variant.step_s for variant in tried)
+        if factors.step_s(untried[0]) < fastest_s:
+            queue.append(untried.pop(0))
     return Feedback(tuple(tried), fitted(tried))
 
 
+def _requested(costs: Sequence[Cost], candidates: Search) -> Cost | None:
+    """Returns the configuration that was requested; None if it is not among these."""
+    for cost in costs:
+        if is_same(cost, candidates.default):
+            return cost
+    return None
+
+
 def fitted(tried: Sequence[MeasuredVariant]) -> Factors:
-    """Factors that bring the estimates closest to the measured times, by least squares of the relative errors."""
-    ran = [one for one in tried if math.isfinite(one.step_s)]
+    """Returns factors that bring the estimates closest to the measured times.
+
+    They are the least squares of the relative errors. Both are pulled to the mean ratio: of a few configurations with
+    like shares of waiting one factor could otherwise take any value.
+    """
+    ran = [variant for variant in tried if variant.did_run]
     if not ran:
         return Factors()
-    mean = float(np.exp(np.mean([math.log(one.step_s / one.cost.step_s) for one in ran])))
-    rows = [[one.cost.compute_s / one.step_s, one.cost.exposed_s / one.step_s] for one in ran]
-    held = [[_PRIOR / mean, 0.0], [0.0, _PRIOR / mean]]
-    wanted = [1.0] * len(rows) + [_PRIOR, _PRIOR]
-    compute, wait = np.linalg.lstsq(np.array(rows + held), np.array(wanted), rcond=None)[0]
-    return Factors(max(float(compute), 0.01 * mean), max(float(wait), 0.01 * mean))
-
-
-_STEPS = 3  # timed, after one untimed step
+    mean = float(np.exp(np.mean([math.log(variant.step_s / variant.cost.step_s) for variant in ran])))
+    rows = []
+    targets = []
+    for variant in ran:
+        rows.append([variant.cost.compute_s / variant.step_s, variant.cost.exposed_s / variant.step_s])
+        targets.append(1.0)
+    rows += [[_PRIOR / mean, 0.0], [0.0, _PRIOR / mean]]
+    targets += [_PRIOR, _PRIOR]
+    solution, *_ = np.linalg.lstsq(np.array(rows), np.array(targets), rcond=None)
+    lowest = 0.01 * mean  # a factor of 0 or less would make waiting free
+    compute, wait = solution
+    return Factors(max(float(compute), lowest), max(float(wait), lowest))
 
 
 def chosen_variant(
@@ -120,7 +144,7 @@ def chosen_variant(
     mesh: Mesh,
     data: Data,
     *,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, object] | None = None,
     say: Callable[[Any], object] = show,
 ) -> Variant:
     """Chooses how to split the devices, what to keep and recompute, and the microbatches; the batch stays the same.
@@ -139,28 +163,33 @@ def chosen_variant(
         what = f"--auto: [{next(tries)} of at most {TRIES}] {cost.variant.command}"
         with at_work(what, say=say, stream=stream) as work:
             step_s = _measured_s(model_file, recipe, mesh, data, cost.variant, compiler_options)
-            work.result = f"{duration(step_s)} a step" if math.isfinite(step_s) else "does not run"
+            work.result = _measured_text(step_s, " a step")
         return step_s
 
     with at_work("--auto: estimating every configuration", say=say, stream=stream) as work:
-        found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
-        work.result = found.counted
-    feedback = with_feedback(found, measure) if found.ranked else None
-    if feedback is not None:
-        say(Group(tried_table(feedback), *map(Text, found.left_out)))
-    if feedback is None or feedback.best is None:
-        raise _nothing_fits(found)
+        costs = Costs(model_file, recipe, _agreed(machine_here(mesh)))
+        candidates = search(costs, dict(mesh.shape))
+        work.result = candidates.counted
+    if not candidates.ranked:
+        raise _nothing_fits(candidates)
+    feedback = with_feedback(candidates, measure)
+    say(Group(tried_table(feedback), *(Text(line) for line in candidates.left_out)))
+    if feedback.best is None:
+        raise _nothing_fits(candidates)
     best = feedback.best.cost.variant
     say(f"--auto: chosen {best.command}  # instead of --auto, the next time")
     return best
 
 
 def _agreed(machine: Machine) -> Machine:
-    """The devices as the first process sees them, with the least memory, so that all processes try the same."""
-    seen = exchange("machine", [machine.near, machine.capacity_bytes])
-    capacities = [capacity for _, capacity in seen]
-    least = None if None in capacities else min(capacities)
-    return dataclasses.replace(machine, near=seen[0][0], capacity_bytes=least)
+    """Returns the devices as the first process sees them, with the least memory, so that all try the same."""
+    machines = exchange("machine", [machine.near, machine.capacity_bytes])
+    near, _ = machines[0]
+    capacities = [capacity for _, capacity in machines]
+    least = None
+    if None not in capacities:
+        least = min(capacities)
+    return dataclasses.replace(machine, near=near, capacity_bytes=least)
 
 
 def _measured_s(
@@ -169,62 +198,76 @@ def _measured_s(
     mesh: Mesh,
     data: Data,
     variant: Variant,
-    compiler_options: Mapping[str, Any] | None,
+    compiler_options: Mapping[str, object] | None,
 ) -> float:
-    """Seconds of a step, the least of several; infinite if there is not enough memory."""
-    split = make_mesh(**variant.mesh, devices=list(mesh.devices.flat))
-    assert isinstance(split, Mesh)  # it was given devices
-    took_s = math.inf
+    """Measures the seconds of a step, the least of several; infinite if there is not enough memory."""
+    variant_mesh = make_mesh(**variant.mesh, devices=list(mesh.devices.flat))
+    assert isinstance(variant_mesh, Mesh)  # it was given devices
+    step_s = math.inf
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory; any other failure will occur in the run, too
-        changed = override(recipe, variant.settings)
-        took_s = min(_steps_s(model_file.with_units(variant.units), changed, split, data, compiler_options))
-    return max(exchange("seconds of a step", took_s))
+        variant_recipe = override(recipe, variant.settings)
+        variant_file = model_file.with_units(variant.units)
+        step_s = min(_step_times_s(variant_file, variant_recipe, variant_mesh, data, compiler_options))
+    # The slowest: all wait for it in every step.
+    return max(exchange("seconds of a step", step_s))
 
 
-def _steps_s(
-    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, compiler_options: Mapping[str, Any] | None
+def _step_times_s(
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, compiler_options: Mapping[str, object] | None
 ) -> list[float]:
+    """Measures the seconds of some steps."""
     state = create(model_file, recipe, mesh)
-    like = batch_like(data, recipe.batch_size, mesh)
-    how = {"accumulate": recipe.accumulate, "compiler_options": compiler_options}
-    step = TrainStep(model_file.loss_fn, *state, like, **how)
-    del state
+    step = TrainStep(
+        model_file.loss_fn,
+        *state,
+        batch_like(data, recipe.batch_size, mesh),
+        accumulate=recipe.accumulate,
+        compiler_options=compiler_options,
+    )
+    del state  # the step owns the arrays, and reuses their memory
     rows = local_rows(recipe.batch_size, mesh)
     batches = Loader(data=data, batch_size=recipe.batch_size, seed=recipe.seed, rows=rows).train(1)
+    # The same batch for every step: its values do not change the time.
     with contextlib.closing(batches):
         batch = shard_batch(next(iter(batches)), mesh)
-    found = []
-    for _ in range(1 + _STEPS):
+    times_s = []
+    for _ in range(1 + _TIMED_STEPS):
         start_s = time.perf_counter()
         jax.block_until_ready(step(batch))
-        found.append(time.perf_counter() - start_s)
-    return found[1:]
+        times_s.append(time.perf_counter() - start_s)
+    return times_s[1:]  # the first one only warms up
 
 
 def tried_table(feedback: Feedback) -> FittedTable:
-    """The configurations that were tried, as a table."""
+    """Returns the configurations that were tried, as a table."""
     factors = feedback.factors
     caption = (
-        f"Measured: the least of {_STEPS} steps. It corrects the estimates: compute time x {factors.compute:.3g},"
+        f"Measured: the least of {_TIMED_STEPS} steps. It corrects the estimates: compute time x {factors.compute:.3g},"
         f" waiting time x {factors.wait:.3g}."
     )
     table = made_table("Configurations tried", "configuration", "mesh", "estimated>", "measured>", "", caption=caption)
-    for one in feedback.tried:
-        mesh = " ".join(f"{axis}={n}" for axis, n in one.cost.variant.mesh.items() if n > 1)
-        measured = duration(one.step_s) if math.isfinite(one.step_s) else "does not run"
+    for variant in feedback.tried:
+        mesh = " ".join(f"{axis}={degree}" for axis, degree in variant.cost.variant.mesh.items() if degree > 1)
         add_row(
             table,
-            one.cost.variant.name,
+            variant.cost.variant.name,
             mesh,
-            duration(one.cost.step_s),
-            measured,
-            "chosen" * (one is feedback.best),
+            duration(variant.cost.step_s),
+            _measured_text(variant.step_s),
+            "chosen" if variant is feedback.best else "",
         )
     return table
 
 
-def _nothing_fits(found: Search) -> ShardingError:
-    least = min((*found.ranked, *found.too_large), key=lambda cost: cost.memory.step_bytes)
+def _measured_text(step_s: float, unit: str = "") -> str:
+    if not math.isfinite(step_s):
+        return "does not run"
+    return duration(step_s) + unit
+
+
+def _nothing_fits(candidates: Search) -> ShardingError:
+    costs = (*candidates.ranked, *candidates.too_large)
+    least = min(costs, key=lambda cost: cost.memory.step_bytes)
     return ShardingError(
         "No configuration of this recipe fits the devices.",
         where=least.variant.command,

@@ -18,6 +18,7 @@ import re
 import stat
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -25,41 +26,58 @@ from jshard import _compat
 from jshard._paths import expanded
 from jshard.train.user_key import user_key
 
-_SUFFIX, _MOST_BYTES, _SUM_BYTES = ".program", 4 << 30, 32
-_FOLDER, _LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+_SUFFIX = ".program"
+_MOST_BYTES = 4 << 30
+_CHECKSUM_BYTES = 32
+_FOLDER_OPTION = "jax_compilation_cache_dir"
+_LEAST_S_OPTION = "jax_persistent_cache_min_compile_time_secs"
 _ABANDONED_S = 3600.0
 _WORTH_S = 0.1  # programs that take longer are stored; JAX's own limit is one second
 
 
-def keep_programs(beside: Path, given: str) -> str:
+def keep_programs(beside: Path, place: str) -> str:
     """Stores compiled programs from now on, in all processes of a run; returns a line that says where, or why not.
 
     Args:
         beside: the folder of the runs.
-        given: a folder; "none"; or "beside": JAX_COMPILATION_CACHE_DIR, which JAX manages itself, or else
+        place: a folder; "none"; or "beside": JAX_COMPILATION_CACHE_DIR, which JAX manages itself, or else
             `.compiled` beside the runs.
     """
-    if given == "beside" and (folder := jax.config.values[_FOLDER]):
-        return f"compiled programs: {folder} ({_FOLDER.upper()})"
-    if given == "none":
-        jax.config.update(_FOLDER, None)
-        return "compiled programs are not stored (--compile-cache none)"
+    folder_of_jax = jax.config.values[_FOLDER_OPTION]
+    if place == "beside" and folder_of_jax:
+        return f"compiled programs: {folder_of_jax} ({_FOLDER_OPTION.upper()})"
+    if place == "none":
+        return _store_nothing("compiled programs are not stored (--compile-cache none)")
     key = user_key()
     if key is None:
-        jax.config.update(_FOLDER, None)
-        return "compiled programs are not stored: there is no home folder for the key that they are signed with"
+        return _store_nothing(
+            "compiled programs are not stored: there is no home folder for the key that they are signed with"
+        )
+    parent = beside / ".compiled" if place == "beside" else expanded(place)
     # Users who share a folder do not delete the programs of each other as damaged.
     user = hmac.digest(key, b"folder of programs", "sha256").hex()[:8]
-    folder = (beside / ".compiled" if given == "beside" else expanded(given)) / f"{_machine()}-{user}"
+    folder = parent / f"{_machine()}-{user}"
     try:
         _make_private(folder)
     except OSError as error:
-        jax.config.update(_FOLDER, None)
-        return f"compiled programs are not stored: {folder}: {error.strerror or error}"
-    if os.environ.get(_LEAST_S.upper()) is None:
-        jax.config.update(_LEAST_S, _WORTH_S)
+        return _store_nothing(f"compiled programs are not stored: {folder}: {error.strerror or error}")
+    if os.environ.get(_LEAST_S_OPTION.upper()) is None:
+        jax.config.update(_LEAST_S_OPTION, _WORTH_S)
     _compat.use_program_cache(ProgramCache(folder, key), str(folder))
     return f"compiled programs: {folder}"
+
+
+def _store_nothing(line: str) -> str:
+    jax.config.update(_FOLDER_OPTION, None)
+    return line
+
+
+class _ProgramFile(NamedTuple):
+    """A stored program; sorted, the least recently used is first."""
+
+    used_s: float
+    size_bytes: int
+    path: Path
 
 
 class ProgramCache:
@@ -83,18 +101,21 @@ class ProgramCache:
             data = path.read_bytes()
         except OSError:
             return None
-        checksum, program = data[:_SUM_BYTES], data[_SUM_BYTES:]
-        is_whole = hmac.compare_digest(checksum, self._checksum(key, program))
-        with contextlib.suppress(OSError):
-            if is_whole:
-                os.utime(path)  # last used now
-            else:
+        checksum = data[:_CHECKSUM_BYTES]
+        program = data[_CHECKSUM_BYTES:]
+        if not hmac.compare_digest(checksum, self._checksum(key, program)):
+            with contextlib.suppress(OSError):
                 path.unlink()
-        return program if is_whole else None
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # last used now
+        return program
 
     def put(self, key: str, value: bytes) -> None:
         """Stores a program. A failing disk does not end the run."""
-        path, draft = self._path / f"{key}{_SUFFIX}", self._path / f".{key}.{os.getpid()}.{platform.node()}.tmp"
+        path = self._path / f"{key}{_SUFFIX}"
+        # The name is that of this process: several may store the same program at once.
+        draft = self._path / f".{key}.{os.getpid()}.{platform.node()}.tmp"
         with contextlib.suppress(OSError):
             try:
                 with draft.open("wb") as file:
@@ -111,23 +132,34 @@ class ProgramCache:
         return hmac.digest(self._user_key, key.encode() + b"\0" + program, "sha256")
 
     def _make_room(self) -> None:
+        """Deletes the least recently used programs if there are too many; the newest stays in any case."""
+        files = self._files()
+        total_bytes = sum(file.size_bytes for file in files)
+        for file in sorted(files)[:-1]:
+            if total_bytes <= self._most_bytes:
+                return
+            file.path.unlink(missing_ok=True)
+            total_bytes -= file.size_bytes
+
+    def _files(self) -> list[_ProgramFile]:
+        """Returns the stored programs; deletes the drafts of processes that were killed."""
         files = []
         for path in self._path.iterdir():
             with contextlib.suppress(OSError):  # another process deleted it
                 status = path.stat()
                 if path.suffix == _SUFFIX:
-                    files.append((status.st_mtime, status.st_size, path))
+                    files.append(_ProgramFile(status.st_mtime, status.st_size, path))
                 elif path.suffix == ".tmp" and time.time() - status.st_mtime > _ABANDONED_S:
-                    path.unlink()  # of a process that was killed
-        left = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files)[:-1]:
-            if left <= self._most_bytes:
-                return
-            path.unlink(missing_ok=True)
-            left -= size
+                    path.unlink()
+        return files
 
 
 def _make_private(folder: Path) -> None:
+    """Creates a folder into which only its user may write, in one of the same kind.
+
+    Raises:
+        OSError: others may write there, or this user may not.
+    """
     for part in (folder.parent, folder):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = part.stat()
@@ -138,12 +170,15 @@ def _make_private(folder: Path) -> None:
 
 
 def _machine() -> str:
-    """Programs for a CPU have instructions that another may lack, so each kind has its own folder."""
-    if jax.default_backend() != "cpu":
-        return jax.default_backend()
+    """Names the kind of device; for a CPU with its features: a program may have instructions that another lacks."""
+    backend = jax.default_backend()
+    if backend != "cpu":
+        return backend
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = platform.processor()
-    kind = "|".join(sorted(set(re.findall(r"^(?:model name|flags|Features)\s*: (.*)$", text, re.MULTILINE))))
-    return f"cpu-{hashlib.sha256(f'{platform.machine()}|{kind}'.encode()).hexdigest()[:8]}"
+    features = set(re.findall(r"^(?:model name|flags|Features)\s*: (.*)$", text, re.MULTILINE))
+    kind = "|".join(sorted(features))
+    digest = hashlib.sha256(f"{platform.machine()}|{kind}".encode()).hexdigest()
+    return f"cpu-{digest[:8]}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import NoReturn, TypedDict, cast
 
 from jax.sharding import Mesh
 
@@ -20,6 +20,7 @@ from jshard.inspect.communication import traffic_of
 from jshard.recipes.recipe import Recipe
 
 _SAVED = "jshard plan MODEL --topology DEVICE:SHAPE --json > plan.json"
+_BATCH_SETTINGS = ("batch_size", "sequence_length", "accumulate")
 
 
 # The parts of a plan that are compared, as `jshard plan --topology ... --json` prints them.
@@ -75,6 +76,10 @@ class _PlannedStep(_NeededOfAPlan, total=False):
     train_command: str
 
 
+Figures = collections.defaultdict[str, float]
+"""The figures of a step by name. An absent one is 0."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedStep:
     """The planned step, and how far the compiled one may differ from it.
@@ -100,40 +105,36 @@ class ExpectedStep:
         Raises:
             ShardingError: there is no such file, it is not a plan of a compiled step, or `within` is below 0.
         """
-        try:
-            plan = checked(parse_json(read_named(path)), _PlannedStep)
-        except UnsafeFileError:
-            raise
-        except (OSError, ValueError) as error:
-            why = f"it is not a plan of a compiled step: {error}."
-            if isinstance(error, OSError):
-                why = f"{(error.strerror or repr(error)).lower()}."
+        plan = _read_plan(path)
+        if not within >= 0:  # not `< 0`: this refuses NaN, too
             raise ShardingError(
-                "There is no plan to compare with.", where=f"--expect {path}", why=why, do=_SAVED
-            ) from error
-        if not within >= 0:
-            why, do = "it is the fraction by which figures may differ, 0 or more.", "--expect-within 0.05"
-            raise ShardingError("The tolerance is not valid.", where=f"--expect-within {within:g}", why=why, do=do)
+                "The tolerance is not valid.",
+                where=f"--expect-within {within:g}",
+                why="it is the fraction by which figures may differ, 0 or more.",
+                do="--expect-within 0.05",
+            )
         return cls(path=path, plan=plan, within=within)
 
     def check_request(self, recipe: Recipe, mesh: Mesh) -> None:
         """Raises a `ShardingError` if the run has another mesh or batch than the plan."""
-        asked = {"mesh": dict(mesh.shape)}
-        asked |= {name: getattr(recipe, name) for name in ("batch_size", "sequence_length", "accumulate")}
-        planned = {name: self.plan.get(name) for name in asked}
-        other = [
-            f"{name} {_shown(asked[name])}, planned {_shown(planned[name])}"
-            for name in asked
-            if not _same(asked[name], planned[name])
-        ]
-        if other:
-            self._refuse("The run is not the one that was planned.", other, "a plan is for one mesh and one batch.")
+        requested: dict[str, object] = {"mesh": dict(mesh.shape)}
+        for name in _BATCH_SETTINGS:
+            requested[name] = getattr(recipe, name)
+        differences = []
+        for name, value in requested.items():
+            planned = self.plan.get(name)
+            if not _is_same(value, planned):
+                differences.append(f"{name} {_setting_text(value)}, planned {_setting_text(planned)}")
+        if differences:
+            self._refuse(
+                "The run is not the one that was planned.", differences, "a plan is for one mesh and one batch."
+            )
 
-    def check(self, found: Audit, *, platform: str) -> str:
+    def check(self, compiled: Audit, *, platform: str) -> str:
         """Compares a compiled step.
 
         Args:
-            found: the audit of the step, with its plan and memory.
+            compiled: the audit of the step, with its plan and memory.
             platform: that of its devices, "gpu", "tpu" or "cpu".
 
         Returns:
@@ -142,69 +143,104 @@ class ExpectedStep:
         Raises:
             ShardingError: a figure differs by more than is allowed.
         """
-        is_alike = platform == self.plan["platform"]
-        if is_alike:
-            wanted, there = _compiled(self.plan["compiled"]["audit"]), _compiled(json.loads(found.to_json()))
+        is_same_platform = platform == self.plan["platform"]
+        if is_same_platform:
+            planned = _compiled_figures(self.plan["compiled"]["audit"])
+            actual = _compiled_figures(json.loads(compiled.to_json()))
         else:
-            assert found.plan is not None
-            ours = [dataclasses.asdict(one) for one in traffic_of(found.plan)]
-            wanted, there = _asked(self.plan["communication_per_step"]), _asked(ours)
-            there["differences from the annotations"] = len(found.differences)
-        apart = [
-            f"{name}: {_written(name, there[name])}, planned {_written(name, wanted[name])}"
-            for name in {**wanted, **there}
-            if abs(there[name] - wanted[name]) > self.within * wanted[name]
-        ]
-        if apart:
-            versions = self.plan["compiled"].get("versions", {})
-            why = (
-                f"more than {self.within:.1%} apart; planned by jax {versions.get('jax')} for {self.plan['topology']}."
-            )
-            more = "\n--expect-within 0.2  # allows more"
-            self._refuse("The compiled step is not the one that was planned.", apart, why, do=more)
-        figures = ", ".join(f"{name} {_written(name, value)}" for name, value in there.items() if value)
-        but = "" if is_alike else f"; of the step for a {self.plan['platform']}, not of the program compiled here"
-        return f"as in {self.path}, within {self.within:.1%}: {figures}{but}"
+            assert compiled.plan is not None
+            # The plan's own figures of the other compiler do not apply here.
+            traffic = [cast(_PlannedTraffic, dataclasses.asdict(each)) for each in traffic_of(compiled.plan)]
+            planned = _annotated_figures(self.plan["communication_per_step"])
+            actual = _annotated_figures(traffic)
+            actual["differences from the annotations"] = len(compiled.differences)
+        self._check_figures(actual, planned)
+        figures = ", ".join(f"{name} {_figure_text(name, value)}" for name, value in actual.items() if value)
+        line = f"as in {self.path}, within {self.within:.1%}: {figures}"
+        if not is_same_platform:
+            line += f"; of the step for a {self.plan['platform']}, not of the program compiled here"
+        return line
 
-    def _refuse(self, what: str, where: list[str], why: str, do: str = "") -> None:
+    def _check_figures(self, actual: Figures, planned: Figures) -> None:
+        """Raises an error that lists the figures which differ by more than is allowed."""
+        differences = []
+        for name in {**planned, **actual}:
+            # A figure that was not planned is compared with 0: any value of it differs.
+            if abs(actual[name] - planned[name]) > self.within * planned[name]:
+                figure = _figure_text(name, actual[name])
+                differences.append(f"{name}: {figure}, planned {_figure_text(name, planned[name])}")
+        if not differences:
+            return
+        jax_version = self.plan["compiled"].get("versions", {}).get("jax")
+        self._refuse(
+            "The compiled step is not the one that was planned.",
+            differences,
+            f"more than {self.within:.1%} apart; planned by jax {jax_version} for {self.plan['topology']}.",
+            do="\n--expect-within 0.2  # allows more",
+        )
+
+    def _refuse(self, what: str, differences: Sequence[str], why: str, do: str = "") -> NoReturn:
         command = self.plan.get("train_command")
-        again = f"{command} --expect {self.path}" if command else f"{_SAVED}  # plans the run as it is now"
-        raise ShardingError(what, where=[f"--expect {self.path}", *where], why=why, do=again + do)
+        remedy = f"{_SAVED}  # plans the run as it is now"
+        if command:
+            remedy = f"{command} --expect {self.path}"
+        raise ShardingError(what, where=[f"--expect {self.path}", *differences], why=why, do=remedy + do)
 
 
-def _compiled(audit: Mapping[str, Any]) -> collections.Counter[str]:
-    """The figures of a compiled step by name. An absent one is 0."""
-    found: collections.Counter[str] = collections.Counter()
+def _read_plan(path: Path) -> _PlannedStep:
+    try:
+        return checked(parse_json(read_named(path)), _PlannedStep)
+    except UnsafeFileError:
+        raise
+    except (OSError, ValueError) as error:
+        why = f"it is not a plan of a compiled step: {error}."
+        if isinstance(error, OSError):
+            why = f"{(error.strerror or repr(error)).lower()}."
+        raise ShardingError(
+            "There is no plan to compare with.", where=f"--expect {path}", why=why, do=_SAVED
+        ) from error
+
+
+def _compiled_figures(audit: _PlannedAudit) -> Figures:
+    """Returns the figures of a compiled step."""
+    figures: Figures = collections.defaultdict(int)
     for row in audit["collectives"]:
-        found[f"{row['kind']}s"] += row["executions"]
-        found[f"bytes of {row['kind']}"] += row["total_bytes"]
+        figures[f"{row['kind']}s"] += row["executions"]
+        figures[f"bytes of {row['kind']}"] += row["total_bytes"]
     for row in audit["mixing"]:
-        found["bytes of the model's own mixing"] += row["total_bytes"]
-    found["peak bytes"] = (audit["memory_per_device"] or {}).get("peak_bytes", 0)
-    return found
+        figures["bytes of the model's own mixing"] += row["total_bytes"]
+    memory = audit["memory_per_device"]
+    # A plan of a compiler that does not report memory has none: then 0 is compared with 0, or differs.
+    figures["peak bytes"] = 0 if memory is None else memory.get("peak_bytes", 0)
+    return figures
 
 
-def _asked(traffic: Iterable[Mapping[str, Any]]) -> collections.Counter[str]:
-    """The same for the collectives required by the annotations."""
-    found: collections.Counter[str] = collections.Counter()
-    for one in traffic:
-        found[f"bytes of {one['kind']} over {', '.join(one['axes'])} in {one['dtype']}"] += one["full_bytes"]
-    return found
+def _annotated_figures(traffic: Iterable[_PlannedTraffic]) -> Figures:
+    """Returns the bytes of the collectives required by the annotations."""
+    figures: Figures = collections.defaultdict(int)
+    for row in traffic:
+        figures[f"bytes of {row['kind']} over {', '.join(row['axes'])} in {row['dtype']}"] += row["full_bytes"]
+    return figures
 
 
-def _written(name: str, value: float) -> str:
-    return human_bytes(value) if "bytes" in name else f"{value:,}"
+def _figure_text(name: str, value: float) -> str:
+    if "bytes" in name:
+        return human_bytes(value)
+    return f"{value:,}"
 
 
-def _same(asked: Any, planned: Any) -> bool:
-    """The degrees without the axes of degree 1."""
-    if isinstance(asked, dict) and isinstance(planned, dict):
-        wide = lambda sizes: {axis: degree for axis, degree in sizes.items() if degree > 1}
-        return wide(asked) == wide(planned)
-    return asked == planned
+def _is_same(requested: object, planned: object) -> bool:
+    """Returns whether a setting is as planned. The degrees of a mesh are compared without the axes of degree 1."""
+    if isinstance(requested, dict) and isinstance(planned, dict):
+        return _split_axes(requested) == _split_axes(planned)
+    return requested == planned
 
 
-def _shown(value: Any) -> str:
+def _split_axes(mesh: Mapping[str, int]) -> dict[str, int]:
+    return {axis: degree for axis, degree in mesh.items() if degree > 1}
+
+
+def _setting_text(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{axis}={degree}" for axis, degree in value.items())
     return str(value)

@@ -17,7 +17,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,21 +26,32 @@ from jshard._processes import all_or_none, exchange
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.dealing import Packing
 from jshard.checkpoint.errors import reason, unreadable
-from jshard.checkpoint.opened import opened_parts
-from jshard.checkpoint.restoring import Restoring
+from jshard.checkpoint.host_snapshot import Packing
+from jshard.checkpoint.packed_reader import opened_parts
+from jshard.checkpoint.restore_operation import RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S, give_memory_back
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.keeper import KeeperClient, KeptPart
 from jshard.launch.peers import hostname
+from jshard.train.run_folder import Failures
 
 _END_S = 60.0  # at the end of a run, for a copy in progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Seat:
-    """A process, its machine and its keeper, as announced to all others."""
+    """A process, its machine and its keeper, as announced to all others.
+
+    Attributes:
+        host: the machine of the process.
+        address: of its keeper.
+        token: of its keeper.
+        run: the name of the parts of this start of the workers, if it is that of the first process.
+        free_bytes: the memory that its machine has left.
+        held_bytes: the memory that the parts in its keeper take.
+        parts: the parts in its keeper.
+    """
 
     host: str
     address: str
@@ -49,6 +60,13 @@ class _Seat:
     free_bytes: int
     held_bytes: int
     parts: list[KeptPart]
+
+
+class _MemoryCopy(NamedTuple):
+    """A copy of the state: the start of the workers that made it, and the number of completed steps."""
+
+    run: str
+    step: int
 
 
 class MemoryCopies:
@@ -64,41 +82,49 @@ class MemoryCopies:
         RunError: a keeper does not answer.
     """
 
-    def __init__(self, every: int, like: Mapping[str, Any], say: Callable[[str], object]) -> None:
+    def __init__(self, every: int, like: Mapping[str, object], say: Callable[[str], object]) -> None:
         _check_every(every)
-        self.every, self._like, self._say = every, like, say
-        self._seats = _meet()
-        me = jax.process_index()
+        self.every = every
+        self._like = like
+        self._say = say
+        self._seats = _announce_seats()
+        process = jax.process_index()
         partners = neighbours([(seat.host, seat.address) for seat in self._seats])
         part_bytes = _state_bytes(like) // len(self._seats) + 1
         _check_room(self._seats, partners, part_bytes, every)
-        client = lambda process: KeeperClient(self._seats[process].address, self._seats[process].token)
-        self._clients = {seat.address: client(process) for process, seat in enumerate(self._seats)}
-        addresses = dict.fromkeys(self._seats[process].address for process in (me, partners[me]))
-        self._targets = [self._clients[address] for address in addresses]
-        self._run = self._seats[0].run
-        self._kept: tuple[str, int] | None = None
+        self._clients = {seat.address: KeeperClient(seat.address, seat.token) for seat in self._seats}
+        self._seat = self._seats[process]
+        partner = self._seats[partners[process]]
+        # Each once: the partner of a process that is alone is the process itself.
+        targets = dict.fromkeys([self._seat.address, partner.address])
+        self._targets = [self._clients[address] for address in targets]
+        self._run = self._seats[0].run  # the same word for all parts of a copy
+        self._newest: _MemoryCopy | None = None
         self._thread: threading.Thread | None = None
-        self._problem = self._said = ""
-        other, size = self._seats[partners[me]], human_bytes(part_bytes, 1)
-        beside = "" if partners[me] == me else f" and of that of process {partners[me]} on {other.host}"
-        say(f"copies in memory: every {every} steps, {size} a process, in the memory of its supervisor{beside}")
+        # Written by the thread; `wait` reports it.
+        self._problem = ""
+        self._reported_problem = ""
+        places = "its supervisor"
+        if partners[process] != process:
+            places += f" and of that of process {partners[process]} on {partner.host}"
+        say(f"copies in memory: every {every} steps, {human_bytes(part_bytes, 1)} a process, in the memory of {places}")
 
     def restore(self, *, newer_than: int | None) -> dict[str, Any] | None:
-        """The state of the newest complete copy; None without one, or if none is newer than the step on disk."""
-        for run, step in self._whole():
-            if newer_than is None or step > newer_than:
-                try:
-                    restored = self._read(run, step)
-                except FourPartError as error:
-                    self._say(f"the copy in memory of step {step} is not used: {error.why}")
-                else:
-                    self._kept = run, step
-                    launch.note(copy=step)
-                    return restored
+        """Returns the state of the newest complete copy; None if there is none that is newer than the step on disk."""
+        for copy in self._complete_copies():
+            if newer_than is not None and copy.step <= newer_than:
+                continue
+            try:
+                state = self._read(copy)
+            except FourPartError as error:
+                self._say(f"the copy in memory of step {copy.step} is not used: {error.why}")
+                continue
+            self._newest = copy
+            launch.note(copy=copy.step)
+            return state
         return None
 
-    def keep(self, state: Mapping[str, Any], step: int, *, before: Callable[[], None]) -> None:
+    def keep(self, state: Mapping[str, object], step: int, *, before: Callable[[], None]) -> None:
         """Starts to copy a state; when it returns, the next step may overwrite it.
 
         Args:
@@ -106,6 +132,7 @@ class MemoryCopies:
             step: number of completed steps.
             before: called in the thread before the copy becomes valid.
         """
+        # One at a time: beside the newest copy a keeper has room for one that arrives.
         self.wait()
         packing = Packing(state, step=step)
         self._thread = threading.Thread(
@@ -117,8 +144,8 @@ class MemoryCopies:
         """Waits until no copy is in progress, and reports a problem with the copies once."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        if self._problem != self._said:
-            self._said = self._problem
+        if self._problem != self._reported_problem:
+            self._reported_problem = self._problem
             self._say(self._problem or "copies in memory work again")
 
     def close(self) -> None:
@@ -129,67 +156,96 @@ class MemoryCopies:
 
     def _send(self, packing: Packing, step: int, before: Callable[[], None]) -> None:
         """Sends the part of this process to its keepers, and learns the results of the others."""
-        why = None
-        try:
-            part, pieces = self._name(step), packing.finish()
-            for target in self._targets:
-                target.put(part, pieces, beside=self._kept)
-            before()
-            del pieces
-        except Exception as error:
-            why = reason(error)
+        failure = self._send_part(packing, step, before)
+        # Before the others are waited for, which may take long: the copies on the host are as large as the part.
         del packing
         give_memory_back()
         try:
-            heard = exchange("copy in memory", why, timeout_s=TIMEOUT_S)
-            failures = [f"process {process}: {each}" for process, each in enumerate(heard) if each is not None]
-            if not failures:
-                self._kept = self._run, step
-                launch.note(copy=step)
-                for target in self._targets:
-                    target.forget_before(*self._kept)
+            failures = self._agree(_MemoryCopy(self._run, step), failure)
         except (OSError, RunError) as error:
             failures = [error.why if isinstance(error, RunError) else str(error)]
-        kept = f"that of step {self._kept[1]} stays" if self._kept else "there is no earlier one"
-        self._problem = f"a copy could not be kept in memory ({kept}): {'; '.join(failures)}" if failures else ""
+        self._problem = ""
+        if failures:
+            fallback = "there is no earlier one"
+            if self._newest is not None:
+                fallback = f"that of step {self._newest.step} stays"
+            self._problem = f"a copy could not be kept in memory ({fallback}): {'; '.join(failures)}"
 
-    def _name(self, step: int) -> KeptPart:
-        return KeptPart(self._run, step, jax.process_index(), len(self._seats))
-
-    def _whole(self) -> list[tuple[str, int]]:
-        """Run and step of the complete copies, newest first; the same in all processes."""
-        found = collections.defaultdict(set)
-        for part in (part for seat in self._seats for part in seat.parts):
-            found[part.step, part.run, part.of].add(part.process)
-        whole = [(step, run) for (step, run, of), there in found.items() if there >= set(range(of))]
-        return [(run, step) for step, run in sorted(whole, reverse=True)]
-
-    def _read(self, run: str, step: int) -> dict[str, Any]:
-        opened, error = None, None
-        name = Path(f"copy in memory of step {step}")
+    def _send_part(self, packing: Packing, step: int, before: Callable[[], None]) -> str | None:
+        """Sends the part of this process; returns why that failed, None if it did not."""
         try:
-            opened = opened_parts(name, [self._reader(part) for part in self._parts(run, step)])
+            pieces = packing.finish()
+            part = KeptPart(self._run, step, jax.process_index(), len(self._seats))
+            for target in self._targets:
+                target.put(part, pieces, beside=self._newest)
+            before()
+        except Exception as error:
+            # Any: the others wait for the result of this process.
+            return reason(error)
+        return None
+
+    def _agree(self, copy: _MemoryCopy, failure: str | None) -> list[str]:
+        """Makes the copy valid if all processes have stored their parts; returns the failures."""
+        results = exchange("copy in memory", failure, timeout_s=TIMEOUT_S)
+        failures = [f"process {process}: {result}" for process, result in enumerate(results) if result is not None]
+        if failures:
+            return failures
+        self._newest = copy
+        launch.note(copy=copy.step)
+        # Not before: until all parts are stored the previous copy is the only one.
+        for target in self._targets:
+            target.forget_before(copy.run, copy.step)
+        return []
+
+    def _complete_copies(self) -> list[_MemoryCopy]:
+        """Returns the copies of which every part is stored, newest first; the same in all processes."""
+        processes = collections.defaultdict(set)
+        for seat in self._seats:
+            for part in seat.parts:
+                processes[part.step, part.run, part.of].add(part.process)
+        copies = []
+        for (step, run, of), stored in processes.items():
+            if stored >= set(range(of)):
+                copies.append((step, run))
+        return [_MemoryCopy(run, step) for step, run in sorted(copies, reverse=True)]
+
+    def _read(self, copy: _MemoryCopy) -> dict[str, Any]:
+        """Restores a copy; all processes, or none."""
+        name = Path(f"copy in memory of step {copy.step}")
+
+        def failed(failures: Failures) -> FourPartError:
+            why = "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
+            return unreadable(name, why)
+
+        opened = None
+        error = None
+        try:
+            opened = opened_parts(name, [self._reader(part) for part in self._parts_of(copy)])
         except Exception as caught:
             error = caught if isinstance(caught, FourPartError) else unreadable(name, reason(caught))
-        why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
-        failed = lambda failures: unreadable(name, why(failures))
         all_or_none(str(name), None, error, failed=failed, timeout_s=TIMEOUT_S)
         assert opened is not None
-        return Restoring(opened, self._like).run(verify=True, timeout_s=TIMEOUT_S)
+        return RestoreOperation(opened, self._like).run(verify=True, timeout_s=TIMEOUT_S)
 
-    def _parts(self, run: str, step: int) -> list[KeptPart]:
-        return sorted({part for seat in self._seats for part in seat.parts if (part.run, part.step) == (run, step)})
+    def _parts_of(self, copy: _MemoryCopy) -> list[KeptPart]:
+        """Returns the parts of a copy, each once, in the order of the processes."""
+        parts = set()
+        for seat in self._seats:
+            parts |= {part for part in seat.parts if (part.run, part.step) == copy}
+        return sorted(parts)
 
     def _reader(self, part: KeptPart) -> Callable[[int, int], bytearray]:
-        """Reads a part from the nearest keeper that has it."""
-        me = self._seats[jax.process_index()]
-        holders = [seat for seat in self._seats if part in seat.parts]
-        nearest = min(holders, key=lambda seat: (seat.address != me.address, seat.host != me.host))
+        """Returns a function that reads a part from the nearest keeper that has it."""
+
+        def distance(seat: _Seat) -> tuple[bool, bool]:
+            return seat.address != self._seat.address, seat.host != self._seat.host
+
+        nearest = min((seat for seat in self._seats if part in seat.parts), key=distance)
         return functools.partial(self._clients[nearest.address].read, part)
 
 
 def neighbours(places: Sequence[tuple[str, str]]) -> list[int]:
-    """The process whose keeper has the second copy of each process's part: on the next machine, in turn.
+    """Returns the process whose keeper has the second copy of each process's part: on the next machine, in turn.
 
     If all are on one machine, each keeper is treated as one, as in tests; with one keeper each process is its own.
 
@@ -199,11 +255,15 @@ def neighbours(places: Sequence[tuple[str, str]]) -> list[int]:
     is_spread = len({host for host, _ in places}) > 1
     machines: dict[str, list[int]] = {}
     for process, (host, address) in enumerate(places):
-        machines.setdefault(host if is_spread else address, []).append(process)
-    members, found = list(machines.values()), {}
-    for here, there in zip(members, members[1:] + members[:1], strict=True):
-        found |= {process: there[rank % len(there)] for rank, process in enumerate(here)}
-    return [found[process] for process in range(len(places))]
+        machine = host if is_spread else address
+        machines.setdefault(machine, []).append(process)
+    processes = list(machines.values())
+    partners = {}
+    # Each machine with the one after it, and the last with the first.
+    for here, there in zip(processes, processes[1:] + processes[:1], strict=True):
+        for rank, process in enumerate(here):
+            partners[process] = there[rank % len(there)]  # it may have fewer processes
+    return [partners[process] for process in range(len(places))]
 
 
 def _check_every(every: int) -> None:
@@ -216,66 +276,83 @@ def _check_every(every: int) -> None:
         )
 
 
-def _meet() -> list[_Seat]:
-    """Every process announces the address and contents of its keeper."""
-    keeper, error, seat = KeeperClient.of_supervisor(os.environ), None, None
-    if keeper is not None:
-        try:
-            parts, held_bytes = keeper.parts()
-            keeper.close()
-            seat = _Seat(
-                host=hostname(),
-                address=keeper.address,
-                token=keeper.token,
-                run=secrets.token_hex(8),
-                free_bytes=free_bytes(),
-                held_bytes=held_bytes,
-                parts=parts,
-            )
-        except (OSError, ValueError, KeyError) as caught:
-            error = RunError(
-                "The keeper of the copies in memory does not answer.",
-                where=keeper.address,
-                why=str(caught),
-                do="start the run again; the keeper is part of the supervisor, which starts the workers.",
-            )
-    else:
-        error = ShardingError(
+def _announce_seats() -> list[_Seat]:
+    """Announces the address and contents of this process's keeper; returns those of all."""
+    seat = None
+    error = None
+    try:
+        seat = dataclasses.asdict(_own_seat())
+    except FourPartError as caught:
+        error = caught
+    seats = []
+    for fields in all_or_none("keepers", seat, error, failed=_failure_of_another):
+        parts = [KeptPart(**part) for part in fields["parts"]]
+        seats.append(_Seat(**fields | {"parts": parts}))
+    return seats
+
+
+def _own_seat() -> _Seat:
+    keeper = KeeperClient.of_supervisor(os.environ)
+    if keeper is None:
+        raise ShardingError(
             "Copies in memory need a supervisor.",
             where="--keep-in-memory",
             why="they are for workers that are restarted, and this process has no supervisor to restart it.",
             do="--keep-in-memory 100 --max-restarts 3",
         )
-    given = None if seat is None else dataclasses.asdict(seat)
-    heard = all_or_none("keepers", given, error, failed=_of_another)
-    return [_Seat(**fields | {"parts": [KeptPart(**part) for part in fields["parts"]]}) for fields in heard]
+    try:
+        parts, held_bytes = keeper.parts()
+        keeper.close()
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(
+            "The keeper of the copies in memory does not answer.",
+            where=keeper.address,
+            why=str(error),
+            do="start the run again; the keeper is part of the supervisor, which starts the workers.",
+        ) from error
+    return _Seat(
+        host=hostname(),
+        address=keeper.address,
+        token=keeper.token,
+        run=secrets.token_hex(8),
+        free_bytes=free_bytes(),
+        held_bytes=held_bytes,
+        parts=parts,
+    )
 
 
-def _of_another(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
-    number, parts = min(failures.items())
+def _failure_of_another(failures: Failures) -> FourPartError:
+    """Creates the error of this process from that of the first one that cannot continue."""
+    number = min(failures)
+    parts = failures[number]
     kind = ShardingError if parts["is_request"] else RunError
     return kind(parts["what"], where=[*parts["where"], f"process {number}"], why=parts["why"], do=parts["do"])
 
 
-def _state_bytes(like: Mapping[str, Any]) -> int:
+def _state_bytes(like: Mapping[str, object]) -> int:
     return sum(_manifest.describe(leaf).nbytes for leaf in _leaves.flatten(like).values())
 
 
 def _check_room(seats: Sequence[_Seat], partners: Sequence[int], part_bytes: int, every: int) -> None:
     """Compares, for each machine, the free memory with that of the copies while a new one replaces an old one."""
-    for host in dict.fromkeys(seat.host for seat in seats):
-        here = [seat for seat in seats if seat.host == host]
-        guests = sum(seats[p].host == host for process, p in enumerate(partners) if p != process)
-        held_bytes = sum({seat.address: seat.held_bytes for seat in here}.values())
-        free = min(seat.free_bytes for seat in here) + held_bytes
-        needed = part_bytes * (3 * len(here) + 2 * guests)
-        if needed > free:
+    for host in dict.fromkeys(seat.host for seat in seats):  # each once, in the order of the processes
+        local = [seat for seat in seats if seat.host == host]
+        num_guests = 0  # second copies of the parts of other processes
+        for process, partner in enumerate(partners):
+            if partner != process and seats[partner].host == host:
+                num_guests += 1
+        # Several processes may have one keeper.
+        held_bytes = sum({seat.address: seat.held_bytes for seat in local}.values())
+        available_bytes = min(seat.free_bytes for seat in local) + held_bytes
+        # Each part twice, the new beside the old; and once more those of the machine's processes, to be sent.
+        needed_bytes = part_bytes * (3 * len(local) + 2 * num_guests)
+        if needed_bytes > available_bytes:
             raise ShardingError(
                 "There is no room for the copies in memory.",
-                where=[f"--keep-in-memory {every}", f"{host}, with {len(here)} of {len(seats)} processes"],
-                why=f"{human_bytes(needed, 1)} are needed: the part of a process has {human_bytes(part_bytes, 1)}; of "
-                f"{len(here) + guests} the new one is kept beside the old, and {len(here)} are on their way; "
-                f"{human_bytes(free, 1)} of memory are free.",
+                where=[f"--keep-in-memory {every}", f"{host}, with {len(local)} of {len(seats)} processes"],
+                why=f"{human_bytes(needed_bytes, 1)} are needed: the part of a process has "
+                f"{human_bytes(part_bytes, 1)}; of {len(local) + num_guests} the new one is kept beside the old, and "
+                f"{len(local)} are on their way; {human_bytes(available_bytes, 1)} of memory are free.",
                 do="leave out --keep-in-memory, and save more often: --set checkpoint_every=100",
             )
 
@@ -285,42 +362,56 @@ def _check_room(seats: Sequence[_Seat], partners: Sequence[int], part_bytes: int
 _UNKNOWN_BYTES = 1 << 40
 
 
+class _GroupFiles(NamedTuple):
+    """The files of a control group, and the name of what is freed on demand in its statistics."""
+
+    limit: str
+    used: str
+    cache: str
+
+
+_V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
+_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
 def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that could be allocated: that of the system, or less if a container or a job has a limit.
+    """Returns the memory that could be allocated: that of the system, or less if a container or a job has a limit.
 
     A large number if it is not known; `root` is the root of the file system that reports it.
     """
-    return max(0, min((_available(root), *_left_in_groups(root))))
+    return max(0, min((_available_bytes(root), *_left_in_groups(root))))
 
 
-def _available(root: Path) -> int:
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+def _available_bytes(root: Path) -> int:
+    """Returns the free memory of the system."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
     return _UNKNOWN_BYTES
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """The memory left within the limits of this process's control groups."""
+    """Yields the memory left within the limits of this process's control groups and those around them."""
     with contextlib.suppress(OSError):
-        top = root / "sys/fs/cgroup"
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds in ("", "memory"):
-                own = (top / kinds / path.lstrip("/")).resolve()
-                groups = [group for group in (own, *own.parents) if group.is_relative_to((top / kinds).resolve())]
-                for group in groups:
-                    yield from _left(group, *(_V1 if kinds else _V2))
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):  # version 1 has a tree for each controller
+                continue
+            top = (root / "sys/fs/cgroup" / controllers).resolve()
+            group = (root / "sys/fs/cgroup" / controllers / path.lstrip("/")).resolve()
+            files = _V1 if controllers else _V2
+            for each in (group, *group.parents):
+                if each.is_relative_to(top):
+                    yield from _left(each, files)
 
 
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
+def _left(group: Path, files: _GroupFiles) -> Iterator[int]:
+    """Yields the memory left within the limit of a group, if it has one."""
     with contextlib.suppress(OSError, ValueError):  # a group may have no limit: "max"
-        left = int((group / limit).read_text()) - int((group / used).read_text())
+        left_bytes = int((group / files.limit).read_text()) - int((group / files.used).read_text())
         for line in (group / "memory.stat").read_text().splitlines():
             name, _, size = line.partition(" ")
-            left += int(size) if name == cache else 0  # freed on demand
-        yield left
+            if name == files.cache:
+                left_bytes += int(size)  # freed on demand
+        yield left_bytes

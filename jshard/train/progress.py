@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 
@@ -54,50 +54,88 @@ class Meter:
         window: int = 50,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        per_step = {"tokens": tokens_per_step, "samples": samples_per_step}
-        self._per_step = {name: number for name, number in per_step.items() if number is not None}
-        self._mfu, self._peak_bytes, self._used_bytes, self._clock = mfu, peak_bytes, used_bytes, clock
-        self._begin_s, self._start_step, self._seen = clock(), start_step, seen
-        self._spans: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
-        self._since: tuple[float, int] | None = None
+        self._per_step: dict[str, int] = {}
+        if tokens_per_step is not None:
+            self._per_step["tokens"] = tokens_per_step
+        if samples_per_step is not None:
+            self._per_step["samples"] = samples_per_step
+        self._start_step = start_step
+        self._seen = seen
+        self._mfu = mfu
+        self._peak_bytes = peak_bytes
+        self._used_bytes = used_bytes
+        self._clock = clock
+        self._begin_s = clock()
+        self._spans: collections.deque[_Span] = collections.deque(maxlen=window)
+        # Of the last completed step, or of the end of a pause after it.
+        self._last_step: int | None = None
+        self._last_s = 0.0
 
     def done(self, step: int) -> Mapping[str, float]:
         """Records that all steps up to this one are done; returns the known figures: times from the second one on."""
-        now_s, since = self._clock(), self._since
-        self._since = now_s, step
-        if since is not None and step > since[1]:
-            self._spans.append((now_s - since[0], step - since[1]))
+        now_s = self._clock()
+        if self._last_step is not None and step > self._last_step:
+            self._spans.append(_Span(now_s - self._last_s, step - self._last_step))
+        self._last_step = step
+        self._last_s = now_s
         scalars = {"elapsed_s": now_s - self._begin_s}
-        steps = step - self._start_step
-        scalars |= {f"{name}_seen": self._seen + number * steps for name, number in self._per_step.items()}
-        used = None if self._used_bytes is None else self._used_bytes()
-        scalars |= {} if used is None else {"used_bytes": used}
-        scalars |= {"host_bytes": resident} if (resident := _resident_bytes()) is not None else {}
-        if not self._spans:
-            return scalars
-        step_s = sum(took_s for took_s, _ in self._spans) / sum(steps for _, steps in self._spans)
-        scalars["step_s"] = step_s
-        if self._spans[-1][1] == 1:
-            scalars["last_step_s"] = self._spans[-1][0]
-        scalars |= {f"{name}_per_s": number / step_s for name, number in self._per_step.items()}
+        for name, number in self._per_step.items():
+            scalars[f"{name}_seen"] = self._seen + number * (step - self._start_step)
+        scalars |= self._memory()
+        if self._spans:
+            scalars |= self._rates()
+        return scalars
+
+    def pause(self) -> None:
+        """Excludes the time since the last `done`. Call it after an evaluation, a checkpoint or other non-steps."""
+        if self._last_step is not None:
+            self._last_s = self._clock()
+
+    def _memory(self) -> dict[str, float]:
+        """Returns the bytes in use, as far as they are known."""
+        scalars: dict[str, float] = {}
+        used_bytes = None
+        if self._used_bytes is not None:
+            used_bytes = self._used_bytes()
+        if used_bytes is not None:
+            scalars["used_bytes"] = used_bytes
+        host_bytes = _resident_bytes()
+        if host_bytes is not None:
+            scalars["host_bytes"] = host_bytes
+        return scalars
+
+    def _rates(self) -> dict[str, float]:
+        """Returns the time of a step, and what follows from it."""
+        total_s = sum(span.time_s for span in self._spans)
+        step_s = total_s / sum(span.steps for span in self._spans)
+        scalars = {"step_s": step_s}
+        # A caller may report several steps at once: then none has a time of its own.
+        last = self._spans[-1]
+        if last.steps == 1:
+            scalars["last_step_s"] = last.time_s
+        for name, number in self._per_step.items():
+            scalars[f"{name}_per_s"] = number / step_s
         if self._mfu is not None:
             scalars["mfu"] = self._mfu.of(step_s)
         if self._peak_bytes is not None:
             scalars["peak_bytes"] = self._peak_bytes()
         return scalars
 
-    def pause(self) -> None:
-        """Excludes the time since the last `done`. Call it after an evaluation, a checkpoint or other non-steps."""
-        if self._since is not None:
-            self._since = self._clock(), self._since[1]
+
+class _Span(NamedTuple):
+    """The time from one completion to the next, and the steps in it."""
+
+    time_s: float
+    steps: int
 
 
 def _resident_bytes() -> int | None:
-    """Host memory that this process has in use, with arrays of CPU devices; None where Linux does not report it."""
+    """Returns the host memory that this process uses, with arrays of CPU devices; None if Linux does not report it."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # The progress line of a run.
@@ -134,7 +172,9 @@ class Progress:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_steps = num_steps
-        self._peak = f"/device ({peak_label})" if peak_label else "/device"
+        self._peak_suffix = "/device"
+        if peak_label:
+            self._peak_suffix = f"/device ({peak_label})"
         self._line = LiveLine(sys.stdout if stream is None else stream)
         self._clock = clock
         self._next_s = -float("inf")
@@ -144,19 +184,18 @@ class Progress:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows a step (scalars with a "loss") if a line is due, and an evaluation (a "val_loss")."""
         if "loss" in scalars:
-            self._fields, self._pending = self._describe(step, scalars), True
+            self._fields = self._describe(step, scalars)
+            self._pending = True
             if step == self._num_steps or self._clock() >= self._next_s:
                 self._show()
         if "val_loss" in scalars:
-            others = {name[4:]: value for name, value in scalars.items() if name not in ("val_loss", "time")}
-            shown = [f"{name} {loss_text(value)}" for name, value in others.items()]
-            self.note(", ".join([f"step {step}: validation loss {loss_text(scalars['val_loss'])}", *shown]))
+            self.note(_evaluation_text(step, scalars))
 
     def note(self, text: str) -> None:
         """Prints a permanent line."""
         self._line.leave(text)
         if self._line.is_live and self._fields:
-            self._show()
+            self._show()  # below it, as the permanent line took its place
 
     def close(self) -> None:
         """Shows the last step, if it is not shown yet, and keeps its line."""
@@ -166,7 +205,9 @@ class Progress:
         self._fields = []
 
     def _describe(self, step: int, scalars: Mapping[str, float]) -> list[str]:
-        fields = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}", f"loss {loss_text(scalars['loss'])}"]
+        """Returns the fields of the line, the most important first."""
+        width = len(str(self._num_steps))
+        fields = [f"step {step:>{width}}/{self._num_steps}", f"loss {loss_text(scalars['loss'])}"]
         for unit in ("tokens", "samples"):
             if f"{unit}_per_s" in scalars:
                 fields.append(f"{_rate(scalars[f'{unit}_per_s'])} {unit}/s")
@@ -176,15 +217,15 @@ class Progress:
         if "mfu" in scalars:
             fields.append(f"MFU {scalars['mfu']:.1%}")
         if "peak_bytes" in scalars:
-            fields.append(f"peak {human_bytes(scalars['peak_bytes'])}{self._peak}")
+            fields.append(f"peak {human_bytes(scalars['peak_bytes'])}{self._peak_suffix}")
         if "slow_process" in scalars:
-            part = max(("data", "save", "step"), key=lambda part: scalars[f"slow_{part}_s"])
-            slow = f"process {scalars['slow_process']:.0f}, +{duration(scalars['slow_s'])}/step"
-            fields.append(f"slowest: {slow}, {part}")
+            fields.append(_slowest_text(scalars))
         return fields
 
     def _show(self) -> None:
-        self._next_s = self._clock() + (_LIVE_EVERY_S if self._line.is_live else _PLAIN_EVERY_S)
+        """Shows the last step."""
+        interval_s = _LIVE_EVERY_S if self._line.is_live else _PLAIN_EVERY_S
+        self._next_s = self._clock() + interval_s
         self._pending = False
         if self._line.is_live:
             self._line.rewrite(_fitted(self._fields, self._line.columns))
@@ -192,8 +233,27 @@ class Progress:
             self._line.leave("  ".join(self._fields))
 
 
+def _evaluation_text(step: int, scalars: Mapping[str, float]) -> str:
+    """Returns the line of an evaluation: the loss, and then the metrics."""
+    texts = [f"step {step}: validation loss {loss_text(scalars['val_loss'])}"]
+    for name, value in scalars.items():
+        if name not in ("val_loss", "time"):
+            texts.append(f"{name.removeprefix('val_')} {loss_text(value)}")
+    return ", ".join(texts)
+
+
+def _slowest_text(scalars: Mapping[str, float]) -> str:
+    """Returns which process is the slowest, and where it loses most of the time."""
+
+    def lost_s(part: str) -> float:
+        return scalars[f"slow_{part}_s"]
+
+    part = max(("data", "save", "step"), key=lost_s)
+    return f"slowest: process {scalars['slow_process']:.0f}, +{duration(scalars['slow_s'])}/step, {part}"
+
+
 def _fitted(fields: list[str], columns: int) -> str:
-    """As many whole fields as fit: a truncated number would be wrong."""
+    """Returns as many whole fields as fit: a truncated number would be wrong."""
     line = fields[0]
     for field in fields[1:]:
         if len(line) + 2 + len(field) > columns:
@@ -203,7 +263,9 @@ def _fitted(fields: list[str], columns: int) -> str:
 
 
 def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+    if per_s >= 100:
+        return f"{per_s:,.0f}"
+    return f"{per_s:.3g}"
 
 
 # Some steps in a profile: whole ones, marked one by one, with the program's text beside them.
@@ -236,8 +298,11 @@ class StepProfile:
         program: Callable[[], str | None],
         say: Callable[[str], object] = print,
     ) -> None:
-        self.steps, self.is_recording = steps, False
-        self._out, self._program, self._say = expanded(out), program, say
+        self.steps = steps
+        self.is_recording = False
+        self._out = expanded(out)
+        self._program = program
+        self._say = say
         self._span = f"steps-{steps[0]}-{steps[-1]}"
 
     def begin(self) -> None:
@@ -252,7 +317,7 @@ class StepProfile:
         except _FAILURES as error:
             self._give_up(error)
 
-    def mark(self, step: int) -> contextlib.AbstractContextManager[Any]:
+    def mark(self, step: int) -> contextlib.AbstractContextManager[object]:
         """Records the step's number; use it around the call of the step."""
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
@@ -260,7 +325,8 @@ class StepProfile:
         """Writes the recording; the devices must be idle."""
         if not self.is_recording:
             return
-        self.is_recording, self.steps = False, range(0)
+        self.is_recording = False
+        self.steps = range(0)
         try:
             jax.profiler.stop_trace()
             if is_primary():
@@ -287,11 +353,11 @@ def check_profile(steps: range, *, num_steps: int) -> None:
 
 
 def left_to_profile(steps: range, *, start_step: int) -> tuple[range, str | None]:
-    """The steps to profile that a resumed run has yet to do, and a remark about the others."""
-    left = range(max(steps.start, start_step + 1), steps.stop)
-    if not left:
-        return left, f"not profiled: steps {steps[0]}..{steps[-1]} were done before this start."
-    if left[0] == start_step + 1:
-        first = f"step {left[0]} is the first after the start, and slower than others"
-        return left, f"profiled: steps {left[0]}..{left[-1]}; {first}."
-    return left, None
+    """Returns the steps to profile that a resumed run has yet to do, and a remark about the others."""
+    remaining = range(max(steps.start, start_step + 1), steps.stop)
+    if not remaining:
+        return remaining, f"not profiled: steps {steps[0]}..{steps[-1]} were done before this start."
+    if remaining[0] == start_step + 1:
+        remark = f"step {remaining[0]} is the first after the start, and slower than others"
+        return remaining, f"profiled: steps {remaining[0]}..{remaining[-1]}; {remark}."
+    return remaining, None

@@ -12,9 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 from jshard._files import open_in_place, open_new, open_regular, replacing
 from jshard._parsing import is_int, is_number, parse_json
@@ -63,13 +61,15 @@ class Trackers:
         optional: Iterable[Tracker] = (),
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
-        self._needed, self._optional, self._warn = list(needed), list(optional), warn
+        self._needed = list(needed)
+        self._optional = list(optional)
+        self._warn = warn
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Passes the scalars to every tracker."""
         for tracker in self._needed:
             tracker.log(step, scalars)
-        for tracker in tuple(self._optional):
+        for tracker in tuple(self._optional):  # a copy: one that fails is removed
             try:
                 tracker.log(step, scalars)
             except Exception as error:
@@ -102,6 +102,9 @@ def _failure(tracker: Tracker, error: Exception) -> str:
 # metrics.jsonl: a line of JSON per step and evaluation.
 
 _LINE_BYTES = 1 << 20  # a longer line is damaged; without a bound, a file without newlines would be one line
+
+MetricsLine = dict[str, Any]
+"""A line of metrics.jsonl: "step" and the scalars by name, None for NaN."""
 
 
 class Jsonl:
@@ -142,11 +145,12 @@ class Jsonl:
         Raises:
             RunError: it cannot be written, as on a full disk.
         """
-        line = json.dumps({"step": step} | {name: _number(value) for name, value in scalars.items()})
-        left = line.encode() + b"\n"
+        line = {"step": step} | {name: _number(value) for name, value in scalars.items()}
+        unwritten = json.dumps(line).encode() + b"\n"
         with _explained_errors(self._path):
-            while left:
-                left = left[self._file.write(left) or 0 :]
+            while unwritten:  # the file has no buffer, and may take only a part at once
+                written_bytes = self._file.write(unwritten) or 0
+                unwritten = unwritten[written_bytes:]
 
     def close(self) -> None:
         """Closes the file."""
@@ -159,8 +163,8 @@ def keep_on_disk(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; skips a last line left unfinished by a killed run.
+def read_metrics(path: str | Path) -> list[MetricsLine]:
+    """Returns the lines of a metrics.jsonl; skips a last line left unfinished by a killed run.
 
     Args:
         path: the file.
@@ -174,16 +178,20 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return list(iterate_metrics(path))
 
 
-def iterate_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of `read_metrics`, one by one."""
-    return (record for _, record in _records(expanded(path)))
+def iterate_metrics(path: str | Path) -> Iterator[MetricsLine]:
+    """Yields the lines of `read_metrics`, one by one."""
+    for _, line in _lines(expanded(path)):
+        yield line
 
 
-def _number(value: Any) -> int | float | None:
+def _number(value: SupportsFloat) -> int | float | None:
+    """Returns a number that JSON has; None for NaN and the infinities."""
     if isinstance(value, numbers.Integral):
         return int(value)
-    value = float(value)
-    return value if math.isfinite(value) else None
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    return number
 
 
 def _create(path: Path) -> None:
@@ -201,39 +209,46 @@ def _create(path: Path) -> None:
 def _cut_back(path: Path, step: int) -> None:
     """Removes the lines after a step; if this is interrupted, the file is the old or the new one."""
     with replacing(path) as file:
-        file.writelines(line for line, record in _records(path) if record["step"] <= step)
+        for raw, line in _lines(path):
+            if line["step"] <= step:
+                file.write(raw)
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of a file, raw and parsed."""
-    torn = 0
+def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
+    """Yields the lines of a file, raw and parsed."""
+    damaged = 0  # the number of a damaged line: the last one may be, as a killed run leaves it unfinished
     with io.BufferedReader(open_regular(path)) as file:
-        lines = iter(functools.partial(file.readline, _LINE_BYTES), b"")
-        for number, line in enumerate(lines, start=1):
-            if torn:
+        raw_lines = iter(functools.partial(file.readline, _LINE_BYTES), b"")
+        for number, raw in enumerate(raw_lines, start=1):
+            if damaged:
                 raise RunError(
                     "The record of the run is damaged.",
-                    where=f"{path}:{torn}",
+                    where=f"{path}:{damaged}",
                     why='that line is not of the form {"step": 1, ...}, and more lines follow it.',
                     do=f"mv {path} {path}.damaged; a resumed run then begins a new record.",
                 )
-            record = _parsed(line)
-            if record is None:
-                torn = number
+            line = _parsed(raw)
+            if line is None:
+                damaged = number
             else:
-                yield line.rstrip(b"\n") + b"\n", record
+                # The last line may be whole but for its end; what is written after it must not join it.
+                yield raw.rstrip(b"\n") + b"\n", line
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parsed(raw: bytes) -> MetricsLine | None:
+    """Parses a line; None if it is damaged."""
     try:
-        record = parse_json(line)
+        line = parse_json(raw)
     except ValueError:
         return None
-    is_step = isinstance(record, dict) and is_int(record.get("step")) and all(map(_is_metric, record.values()))
-    return record if is_step else None
+    if not isinstance(line, dict) or not is_int(line.get("step")):
+        return None
+    if not all(_is_metric(value) for value in line.values()):
+        return None
+    return line
 
 
-def _is_metric(value: Any) -> bool:
+def _is_metric(value: object) -> bool:
     # null stands for NaN.
     return value is None or is_number(value)
 
@@ -255,7 +270,16 @@ def _explained_errors(path: Path) -> Iterator[None]:
 
 # loss.png: the losses of a metrics.jsonl over the steps.
 
-_CURVES = (("loss", "training", "-"), ("val_loss", "validation", "o-"))
+
+class _Curve(NamedTuple):
+    """A curve of the plot: the scalar, its name in the legend, and how it is drawn."""
+
+    scalar: str
+    label: str
+    style: str
+
+
+_CURVES = (_Curve("loss", "training", "-"), _Curve("val_loss", "validation", "o-"))
 
 
 def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
@@ -270,15 +294,19 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    points: dict[str, list[tuple[int, float]]] = {key: [] for key, *_ in _CURVES}
-    for _, line in _records(expanded(metrics_path)):
-        for key in points.keys() & line.keys():
-            points[key].append((line["step"], math.nan if line[key] is None else line[key]))
+    lines = read_metrics(metrics_path)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for key, label, style in _CURVES:
-        if points[key]:
-            axes.plot(*np.array(points[key]).T, style, label=label, linewidth=1, markersize=4)
+    for curve in _CURVES:
+        steps = []
+        values = []
+        for line in lines:
+            if curve.scalar in line:
+                value = line[curve.scalar]
+                steps.append(line["step"])
+                values.append(math.nan if value is None else value)  # a gap in the curve
+        if steps:
+            axes.plot(steps, values, curve.style, label=curve.label, linewidth=1, markersize=4)
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     if axes.lines:

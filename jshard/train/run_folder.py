@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict, cast
 
 import jax
 from jax.sharding import Mesh
@@ -34,24 +34,54 @@ from jshard.checkpoint.lookup import place_of
 from jshard.errors import FourPartError, RunError, ShardingError, UnsafeFileError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
-from jshard.train.run_record import (
+from jshard.train.attempts import (
     Attempt,
-    RunLock,
-    RunRecord,
     attempt_ready,
     begin_attempt,
-    check_agree,
-    checked_record,
     describe_attempts,
     end_attempt,
     ettr,
     paused_s,
 )
+from jshard.train.run_json import StoredRecord, checked_record
+from jshard.train.run_lock import RunLock
+from jshard.train.run_record import RunRecord, check_agree
 
-_RECORD, _LOCK = "run.json", ".lock"
+_RECORD = "run.json"
+_LOCK = ".lock"
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_LETS_GO_S = 120.0
-_SHOWN_S = 30.0  # network file systems show the writes of other processes late
+_LOCK_RELEASE_S = 120.0
+_VISIBLE_S = 30.0  # network file systems show the writes of other processes late
+_LOOK_S = 0.1
+
+
+Failures = Mapping[int, Mapping[str, Any]]
+"""The parts of the errors of other processes, by process; see `_processes.all_or_none`."""
+
+
+class _BatchSize(NamedTuple):
+    """The batch size of a run from a step on."""
+
+    first_step: int
+    size: int
+
+
+class _FolderReport(TypedDict):
+    """What a process says when all open the folder.
+
+    Attributes:
+        token: the word in the lock file, if it is the first process.
+        notices: see `RunFolder`.
+        batch_sizes: those of the run so far.
+        request: the parts of the request that must be equal in all processes.
+        host: the machine of the process.
+    """
+
+    token: str
+    notices: list[str]
+    batch_sizes: list[tuple[int, int]]
+    request: dict[str, object]
+    host: str
 
 
 class RunFolder:
@@ -72,11 +102,15 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, record: RunRecord, *, resume: bool) -> None:
-        self.path, self.is_primary, self.is_resumed = path, _processes.is_primary(), resume
-        self.config, self._record = record.recipe, record
-        self.notices, self._batch_sizes = list[str](), list[tuple[int, int]]()
+        self.path = path
+        self.is_primary = _processes.is_primary()
+        self.is_resumed = resume
+        self.config = record.recipe
+        self.notices: list[str] = []
+        self._record = record
+        self._batch_sizes: list[_BatchSize] = []
         self._lock: RunLock | None = None
-        self._attempts = list[Attempt]()
+        self._attempts: list[Attempt] = []
 
     @classmethod
     def open(cls, path: str | Path, record: RunRecord, *, resume: bool = False) -> RunFolder:
@@ -92,44 +126,67 @@ class RunFolder:
             RunError: a live run holds it, or the disk failed.
         """
         folder = cls(expanded(path), record, resume=resume)
-        token = secrets.token_hex(8)
         with contextlib.ExitStack() as undo:
             undo.callback(folder.close)
-            error = None
-            if folder.is_primary:
-                try:
-                    folder._take_up(record, token) if resume else folder._make(record, token)
-                except FourPartError as caught:
-                    error = caught
-            report = {"token": token, "notices": folder.notices, "batch_sizes": folder._batch_sizes}
-            report |= {"asked": {"resume": resume, **record.said()}, "host": socket.gethostname()}
-            reports = _processes.all_or_none("folder of the run", report, error, failed=first_failure)
+            reports = folder._open_in_first_process()
             if folder.is_primary and not resume:
+                # The run has not begun: a refusal from here on leaves an empty folder behind.
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
             hosts = [report["host"] for report in reports]
-            check_agree([report["asked"] for report in reports], hosts)
-            folder.notices, folder._batch_sizes = reports[0]["notices"], reports[0]["batch_sizes"]
-            sees = _processes.exchange("sight of the folder", folder._sees(reports[0]["token"]))
+            check_agree([report["request"] for report in reports], hosts)
+            first = reports[0]
+            folder.notices = first["notices"]
+            folder._batch_sizes = [_BatchSize(*each) for each in first["batch_sizes"]]
+            # The word in the lock is new in each start: an older file of the same name is not mistaken for it.
+            sees = _processes.exchange("sight of the folder", folder._sees(first["token"]))
             _check_shared(sees, hosts, folder.path)
             undo.pop_all()
         return folder
 
+    def _open_in_first_process(self) -> list[_FolderReport]:
+        """Locks the folder in the first process; returns the reports of all, or raises its error in all."""
+        token = secrets.token_hex(8)
+        error = None
+        if self.is_primary:
+            try:
+                if self.is_resumed:
+                    self._continue(token)
+                else:
+                    self._create(token)
+            except FourPartError as caught:
+                error = caught
+        report: _FolderReport = {
+            "token": token,
+            "notices": self.notices,
+            "batch_sizes": list(self._batch_sizes),
+            "request": {"resume": self.is_resumed, **self._record.common()},
+            "host": socket.gethostname(),
+        }
+        return _processes.all_or_none("folder of the run", report, error, failed=first_failure)
+
     @property
     def metrics(self) -> Path:
-        """A line of JSON per step and evaluation."""
+        """Returns the file with a line of JSON per step and evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Place:
-        """The folder for a `Checkpointer`, or its address in a bucket."""
+        """Returns the folder for a `Checkpointer`, or its address in a bucket."""
         place = self._record.options.get("checkpoints")
-        return self.path / "checkpoints" if place is None else place_of(place)
+        if place is None:
+            return self.path / "checkpoints"
+        return place_of(place)
 
     def samples_before(self, step: int) -> int:
-        """Samples used by so many steps; the batch size of a resumed run may have changed."""
-        sizes = self._batch_sizes or [(0, self.config["batch_size"])]
-        ends = [*(begin for begin, _ in sizes[1:]), step]
-        return sum(max(0, min(end, step) - begin) * size for (begin, size), end in zip(sizes, ends, strict=True))
+        """Returns the samples used by so many steps; the batch size of a resumed run may have changed."""
+        sizes = self._batch_sizes or [_BatchSize(0, self.config["batch_size"])]
+        # Each size applies up to the next one, and the last up to this step.
+        ends = [size.first_step for size in sizes[1:]] + [step]
+        samples = 0
+        for batch_size, end in zip(sizes, ends, strict=True):
+            num_steps = max(0, min(end, step) - batch_size.first_step)
+            samples += num_steps * batch_size.size
+        return samples
 
     def started(self, *, step: int, mesh: Mesh | Mapping[str, int]) -> None:
         """Records in run.json that the run continues from a step, on which devices and with which versions.
@@ -138,41 +195,50 @@ class RunFolder:
         """
         if not self.is_primary:
             return
+        if isinstance(mesh, Mesh):
+            degrees = dict(mesh.shape)
+            processes = num_processes(mesh)
+        else:
+            degrees = dict(mesh)
+            processes = 1
         start = {
             "step": step,
             "batch_size": self.config["batch_size"],
-            "mesh": dict(mesh.shape if isinstance(mesh, Mesh) else mesh),
-            "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
+            "mesh": degrees,
+            "processes": processes,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "compile_cache": jax.config.values["jax_compilation_cache_dir"],
             "changes": self.notices,
         }
+        # Read again: a start adds to what the file has now, with keys that this version does not know.
         stored = _read(self.path)
         with _writing(self.path):
             _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})
-        known = launch.of_this_attempt()
-        self._note(begin_attempt(stored.get("attempts", ()), self.metrics, step=step, known=known))
+        known = launch.previous_attempt()
+        self._record_attempts(begin_attempt(stored.get("attempts", ()), self.metrics, step=step, known=known))
 
     def trains(self) -> None:
         """Records in run.json that the first step of this start may begin."""
         if self._attempts:
-            self._note(attempt_ready(self._attempts))
+            self._record_attempts(attempt_ready(self._attempts))
 
     def ended(self, cause: str, *, on_request: bool = False) -> None:
         """Records in run.json how this start ended, and whether that was asked for."""
         if self._attempts:
-            self._note(end_attempt(self._attempts, self.metrics, cause=cause, on_request=on_request))
+            self._record_attempts(end_attempt(self._attempts, self.metrics, cause=cause, on_request=on_request))
 
-    def said_of_attempts(self) -> str | None:
-        """A summary of the attempts of the run, in a line; None for a single one."""
-        return describe_attempts(self._attempts) if len(self._attempts) > 1 else None
+    def attempts_summary(self) -> str | None:
+        """Returns a summary of the attempts of the run, in a line; None for a single one."""
+        if len(self._attempts) < 2:
+            return None
+        return describe_attempts(self._attempts)
 
-    def _note(self, found: list[Attempt]) -> None:
-        self._attempts = found
+    def _record_attempts(self, attempts: list[Attempt]) -> None:
+        self._attempts = attempts
         with _writing(self.path):
-            ratio = {"ettr": ettr(found), "paused_s": paused_s(found)}
-            _write(self.path, _read(self.path) | {"attempts": found} | ratio)
+            changes = {"attempts": attempts, "ettr": ettr(attempts), "paused_s": paused_s(attempts)}
+            _write(self.path, _read(self.path) | changes)
 
     def close(self) -> None:
         """Releases the folder."""
@@ -188,23 +254,25 @@ class RunFolder:
 
     @staticmethod
     def record(path: str | Path) -> dict[str, Any]:
-        """The contents of run.json in a folder."""
-        return _read(expanded(path))
+        """Returns the contents of run.json in a folder."""
+        return cast(dict[str, Any], _read(expanded(path)))
 
     @staticmethod
     def options(path: str | Path) -> dict[str, Any]:
-        """The options of the last start of the run in a folder."""
-        return _read(expanded(path))["options"]
+        """Returns the options of the last start of the run in a folder."""
+        return cast(dict[str, Any], _read(expanded(path))["options"])
 
     @staticmethod
     def last_mesh(path: str | Path) -> dict[str, int]:
-        """The mesh degrees of the last start of the run in a folder; empty without a start."""
+        """Returns the mesh degrees of the last start of the run in a folder; empty without a start."""
         starts = _read(expanded(path))["starts"]
-        return dict(starts[-1]["mesh"]) if starts else {}
+        if not starts:
+            return {}
+        return dict(starts[-1]["mesh"])
 
     @staticmethod
     def holds_run(path: str | Path) -> bool:
-        """Whether a run was started in a folder."""
+        """Returns whether a run was started in a folder."""
         return os.path.lexists(expanded(path) / _RECORD)
 
     @staticmethod
@@ -216,6 +284,7 @@ class RunFolder:
             RunError: a live run holds it.
         """
         path = expanded(path)
+        # First: a folder in which a run is live is not just "not empty".
         RunLock.check_free(path / _LOCK)
         _check_empty(path)
         with _writing(path):
@@ -223,67 +292,90 @@ class RunFolder:
 
     @staticmethod
     def free_name(parent: str | Path, stem: str) -> Path:
-        """`parent/stem`, or the first of `stem-2`, `stem-3` and so on that does not exist."""
-        path, number = expanded(parent) / stem, 2
-        while os.path.lexists(path):
-            path, number = expanded(parent) / f"{stem}-{number}", number + 1
+        """Returns `parent/stem`, or the first of `stem-2`, `stem-3` and so on that does not exist."""
+        parent = expanded(parent)
+        path = parent / stem
+        number = 1
+        while os.path.lexists(path):  # a link that leads nowhere takes the name, too
+            number += 1
+            path = parent / f"{stem}-{number}"
         return path
 
     @staticmethod
     def newest(parent: str | Path, stem: str) -> Path | None:
-        """The run of that name with the highest number; None if there is none."""
-        found = [
-            (int(match[1] or 1), path.parent)
-            for path in expanded(parent).glob(f"*/{_RECORD}")
-            if (match := re.fullmatch(re.escape(stem) + r"(?:-([1-9][0-9]*))?", path.parent.name))
-        ]
-        return max(found)[1] if found else None
+        """Returns the run of that name with the highest number; None if there is none."""
+        name = re.compile(re.escape(stem) + r"(?:-([1-9][0-9]*))?")
+        runs: list[tuple[int, Path]] = []
+        for path in expanded(parent).glob(f"*/{_RECORD}"):
+            match = name.fullmatch(path.parent.name)
+            if match is not None:
+                runs.append((int(match[1] or 1), path.parent))
+        if not runs:
+            return None
+        _, newest = max(runs)
+        return newest
 
-    def _make(self, record: RunRecord, token: str) -> None:
+    def _create(self, token: str) -> None:
+        """Creates the folder of a new run."""
         self.check_vacant(self.path)
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path / _LOCK, token)
         _check_empty(self.path)  # another run may have written here before this one had the lock
         with _writing(self.path):
-            _write(self.path, record.as_json() | {"versions": versions(), "starts": []})
-        self._note_lock()
+            _write(self.path, self._record.as_json() | {"versions": versions(), "starts": []})
+        self._notice_missing_lock()
 
-    def _take_up(self, record: RunRecord, token: str) -> None:
-        where = str(self.path / _RECORD)
-        # After a loss the process that held it may be frozen, or on a disconnected machine, and not ended yet.
-        RunLock.check_free(self.path / _LOCK, wait_s=_LETS_GO_S if launch.of_this_attempt() else 0.0)
+    def _continue(self, token: str) -> None:
+        """Opens the folder of an existing run, if this one may continue it."""
+        wait_s = 0.0
+        if launch.previous_attempt():
+            # The process that held the lock may be frozen, or on a disconnected machine, and not ended yet.
+            wait_s = _LOCK_RELEASE_S
+        # Before anything is read: the live run may still write.
+        RunLock.check_free(self.path / _LOCK, wait_s=wait_s)
         stored = _read(self.path)
-        self.notices += record.check_continues(stored, where=where)
+        self.notices += self._record.check_continues(stored, where=str(self.path / _RECORD))
         self._batch_sizes = _batch_sizes(stored)
         with _writing(self.path):
             self._lock = RunLock(self.path / _LOCK, token)
-        before = stored["starts"][-1]["versions"] if stored["starts"] else stored["versions"]
-        changed = [f"{k} {now} (was {before.get(k)})" for k, now in versions().items() if now != before.get(k)]
-        if changed:
-            self.notices.append(f"other versions: {', '.join(changed)}: the last bits of the numbers may differ")
-        self._note_lock()
+        self._notice_other_versions(stored)
+        self._notice_missing_lock()
 
-    def _note_lock(self) -> None:
+    def _notice_other_versions(self, stored: StoredRecord) -> None:
+        before = stored["versions"]
+        if stored["starts"]:
+            before = stored["starts"][-1]["versions"]
+        changes = []
+        for package, version in versions().items():
+            if version != before.get(package):
+                changes.append(f"{package} {version} (was {before.get(package)})")
+        if changes:
+            self.notices.append(f"other versions: {', '.join(changes)}: the last bits of the numbers may differ")
+
+    def _notice_missing_lock(self) -> None:
         if self._lock is not None and not self._lock.is_held:
             self.notices.append(f"{self.path}: the file system has no locks; see that no other run writes here")
 
     def _sees(self, token: str) -> bool:
-        """Whether this process sees the files of the first one."""
-        until = time.monotonic() + _SHOWN_S
-        while not (sees := RunLock.token(self.path / _LOCK) == token) and time.monotonic() < until:
-            time.sleep(0.1)
-        return sees
+        """Returns whether this process sees the files of the first one."""
+        until_s = time.monotonic() + _VISIBLE_S
+        while RunLock.token(self.path / _LOCK) != token:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
 
-def first_failure(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
-    """An error of the first process stops all, with the same text."""
+def first_failure(failures: Failures) -> FourPartError:
+    """Creates the error of this process from that of the first one: it stops all, with the same text."""
     parts = failures[min(failures)]
     kind = ShardingError if parts["is_request"] else RunError
     return kind(parts["what"], where=parts["where"], why=parts["why"], do=parts["do"])
 
 
 def _check_empty(path: Path) -> None:
+    """Refuses a folder with anything in it but a lock, and the drafts of a run that was killed while it began."""
     if not os.path.lexists(path):
         return
     with _writing(path):
@@ -305,18 +397,20 @@ def _check_empty(path: Path) -> None:
 
 
 def _check_shared(sees: list[bool], hosts: list[str], path: Path) -> None:
-    blind = [f"process {number} on {hosts[number]}" for number, seen in enumerate(sees) if not seen]
-    if blind:
+    """Refuses a folder that is another one on some hosts, as with a path on a local disk."""
+    # Such hosts would write their parts of a checkpoint where no other host sees them.
+    without = [f"process {number} on {hosts[number]}" for number, seen in enumerate(sees) if not seen]
+    if without:
         raise ShardingError(
             "The folder of the run is not shared between the hosts.",
-            where=[f"--out {path}", *blind],
+            where=[f"--out {path}", *without],
             why=f"they do not see the files that process 0 on {hosts[0]} wrote there.",
             do="name a folder on a file system that every host mounts under the same path: --out FOLDER",
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The contents of run.json."""
+def _read(path: Path) -> StoredRecord:
+    """Returns the contents of run.json."""
     file = path / _RECORD
     try:
         return checked_record(read_json(file))
@@ -338,16 +432,16 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The batch sizes of a run, by the step from which they applied; a start at an earlier step undoes later ones."""
-    found: list[tuple[int, int]] = []
+def _batch_sizes(stored: StoredRecord) -> list[_BatchSize]:
+    """Returns the batch sizes of a run; a start at an earlier step undoes later ones."""
+    sizes: list[_BatchSize] = []
     for start in stored["starts"]:
-        kept = [(begin, size) for begin, size in found if begin < start["step"]]
-        found = [*kept, (start["step"], start["batch_size"])]
-    return found
+        sizes = [size for size in sizes if size.first_step < start["step"]]
+        sizes.append(_BatchSize(start["step"], start["batch_size"]))
+    return sizes
 
 
-def _write(path: Path, record: Mapping[str, Any]) -> None:
+def _write(path: Path, record: Mapping[str, object]) -> None:
     """Writes run.json atomically."""
     text = json.dumps(record, indent=2, allow_nan=False)
     write_text(path / _RECORD, f"{text}\n")
@@ -361,7 +455,8 @@ def _writing(path: Path) -> Iterator[None]:
     except UnsafeFileError:
         raise
     except OSError as error:
-        why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}): {error.filename or path}."
+        name = errno.errorcode.get(error.errno or 0, error.errno)
+        why = f"{error.strerror} ({name}): {error.filename or path}."
         if error.errno in _BROKEN_DISK:
             do = "repair the disk." if error.errno == errno.EIO else "make room."
             raise RunError("The folder of the run could not be written.", where=str(path), why=why, do=do) from error

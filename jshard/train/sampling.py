@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jshard.data import Data
 from jshard.engine.context import global_view
@@ -21,6 +23,9 @@ from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import inference_view
 
 _PROMPT_TOKENS = 32
+
+Cache = Any
+"""What a model keeps of the tokens before: a pytree of arrays, and None before the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +51,14 @@ class Draw:
                 do="--temperature 0.8",
             )
 
-    def token(self, scores_V: jax.Array, number: Any) -> jax.Array:
-        """The token at a position of the text."""
+    def token(self, scores_V: jax.Array, number: ArrayLike) -> jax.Array:
+        """Returns the token at a position of the text."""
         if not self.temperature:
             return scores_V.argmax().astype(jnp.int32)
         if 0 < self.top_k < scores_V.size:
-            scores_V = jnp.where(scores_V < jax.lax.top_k(scores_V, self.top_k)[0][-1], -jnp.inf, scores_V)
+            highest_K, _ = jax.lax.top_k(scores_V, self.top_k)
+            scores_V = jnp.where(scores_V < highest_K[-1], -jnp.inf, scores_V)
+        # By the position: the same token is drawn whether it is the first of a window or continues one.
         key = jax.random.fold_in(jax.random.key(self.seed), number)
         return jax.random.categorical(key, scores_V / self.temperature).astype(jnp.int32)
 
@@ -79,67 +86,87 @@ class Sampler:
     def __init__(self, model: nnx.Module, mesh: Mesh, *, window: int, num_ids: int, draw: Draw) -> None:
         graphdef, state = nnx.split(inference_view(model))
         self._leaves, tree = jax.tree.flatten(state)
+        self._window = window
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._window, rows = window, data_degree(mesh)
+        num_rows = data_degree(mesh)  # one for each data shard, as a batch is split over them
 
-        def scores_of(leaves: list[jax.Array], tokens_T: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
+        def scores_of(
+            leaves: list[jax.Array], tokens_T: jax.Array, past: Cache, position: ArrayLike
+        ) -> tuple[jax.Array, Cache]:
             model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
-            with global_view() if degree(mesh, CONTEXT) > 1 else contextlib.nullcontext():  # a token does not split
-                scores_BTV, past = _decoded(model, jnp.broadcast_to(tokens_T, (rows, tokens_T.size)), past, at)
+            tokens_BT = jnp.broadcast_to(tokens_T, (num_rows, tokens_T.size))
+            view = contextlib.nullcontext()
+            if degree(mesh, CONTEXT) > 1:  # the axis splits a sequence, and one token does not split
+                view = global_view()
+            with view:
+                scores_BTV, past = _decode(model, tokens_BT, past, position)
             return scores_BTV[0, :, :num_ids].astype(jnp.float32), past
 
-        def begin(leaves: list[jax.Array], tokens_T: jax.Array, length: Any, number: Any) -> tuple[jax.Array, Any]:
+        def begin(
+            leaves: list[jax.Array], tokens_T: jax.Array, length: ArrayLike, number: ArrayLike
+        ) -> tuple[jax.Array, Cache]:
             scores_TV, past = scores_of(leaves, tokens_T, None, 0)
-            return draw.token(jax.lax.dynamic_index_in_dim(scores_TV, length - 1, keepdims=False), number), past
+            last_V = jax.lax.dynamic_index_in_dim(scores_TV, length - 1, keepdims=False)
+            return draw.token(last_V, number), past
 
-        def go_on(leaves: list[jax.Array], past: Any, token: jax.Array, at: Any, number: Any) -> tuple[jax.Array, Any]:
-            scores_TV, past = scores_of(leaves, token[None], past, at)
+        def go_on(
+            leaves: list[jax.Array], past: Cache, token: jax.Array, position: ArrayLike, number: ArrayLike
+        ) -> tuple[jax.Array, Cache]:
+            scores_TV, past = scores_of(leaves, token[None], past, position)
             return draw.token(scores_TV[0], number), past
 
-        self._begin, self._go_on = jax.jit(begin, out_shardings=(self._everywhere, None)), go_on
+        self._begin = jax.jit(begin, out_shardings=(self._everywhere, None))
+        self._go_on = go_on
 
     def continued(self, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
-        """The prompt of at least one token, and so many more."""
+        """Returns the prompt of at least one token, and so many more."""
         text = [int(token) for token in prompt]
-        end, length = len(text) + num_tokens, self._window
-        kept, step = text[-length:], None
+        end = len(text) + num_tokens
+        window = text[-self._window :]
+        step = None
         while len(text) < end:
-            padded = np.zeros(length, np.int32)  # a decoder does not see later tokens
-            padded[: len(kept)] = kept
-            token, past = self._begin(self._leaves, padded, np.int32(len(kept)), np.int32(len(text)))
+            padded = np.zeros(self._window, np.int32)  # a decoder does not see later tokens
+            padded[: len(window)] = window
+            token, past = self._begin(self._leaves, padded, np.int32(len(window)), np.int32(len(text)))
             text.append(int(token))
-            step = step or self._step_for(past)
-            for at in range(len(kept), min(length, len(kept) + end - len(text))):
-                token, past = step(self._leaves, past, token, np.int32(at), np.int32(len(text)))
+            if step is None:  # the cache of every window has the same shardings
+                step = self._step_for(past)
+            last_position = min(self._window, len(window) + end - len(text))
+            for position in range(len(window), last_position):
+                token, past = step(self._leaves, past, token, np.int32(position), np.int32(len(text)))
                 text.append(int(token))
-            kept = text[-max(1, length // 2) :]
+            # Half of it, so that as many tokens follow before the window is read again.
+            window = text[-max(1, self._window // 2) :]
         return np.array(text, np.int32)
 
-    def _step_for(self, past: Any) -> Any:
-        """A step reuses the memory of the cache in place, so it is compiled once."""
-        places = jax.tree.map(lambda x: x.sharding, past)
-        return jax.jit(self._go_on, donate_argnums=1, out_shardings=(self._everywhere, places))
+    def _step_for(self, past: Cache) -> Callable[..., tuple[jax.Array, Cache]]:
+        """Compiles the step for one token, which reuses the memory of the cache in place.
+
+        Its results have the shardings of its arguments: with others it would be compiled a second time.
+        """
+        shardings = jax.tree.map(lambda x: x.sharding, past)
+        return jax.jit(self._go_on, donate_argnums=1, out_shardings=(self._everywhere, shardings))
 
 
-def _decoded(model: Any, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
-    """The scores of the tokens, and their cache: without `decode` the tokens themselves."""
+def _decode(model: Any, tokens_BT: jax.Array, past: Cache, position: ArrayLike) -> tuple[jax.Array, Cache]:
+    """Returns the scores of the tokens, and their cache: without `decode` the tokens themselves."""
     if hasattr(model, "decode"):
-        return model.decode(tokens_BT, past, at)
+        return model.decode(tokens_BT, past, position)
     if past is None:
         return model(tokens_BT), tokens_BT
-    past = jax.lax.dynamic_update_slice_in_dim(past, tokens_BT, at, axis=1)
-    return jax.lax.dynamic_slice_in_dim(model(past), at, 1, axis=1), past
+    past = jax.lax.dynamic_update_slice_in_dim(past, tokens_BT, position, axis=1)
+    return jax.lax.dynamic_slice_in_dim(model(past), position, 1, axis=1), past
 
 
-def is_decoder(model_file: ModelFile, model: Any) -> bool:
-    """Whether a model is known to score next tokens: it has `decode`, or its loss is that of the next token."""
+def is_decoder(model_file: ModelFile, model: nnx.Module) -> bool:
+    """Returns whether a model is known to score next tokens: it has `decode`, or its loss is that of the next token."""
     return hasattr(model, "decode") or model_file.loss_fn is next_token_loss
 
 
 def sample_text(
-    model_file: ModelFile, recipe: Recipe, model: Any, data: Data, mesh: Mesh, *, num_tokens: int
+    model_file: ModelFile, recipe: Recipe, model: nnx.Module, data: Data, mesh: Mesh, *, num_tokens: int
 ) -> str | None:
-    """The first tokens of the held-out text and how the model continues it. All processes call it.
+    """Returns the first tokens of the held-out text and how the model continues it. All processes call it.
 
     Args:
         model_file: of the model.
@@ -155,7 +182,12 @@ def sample_text(
     """
     if data.tokenizer is None or not is_decoder(model_file, model):
         return None
-    draw, num_ids = Draw(seed=recipe.seed), data.tokenizer.vocab_size
-    sampler = Sampler(model, mesh, window=recipe.sequence_length, num_ids=num_ids, draw=draw)
-    start = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
-    return data.tokenizer.decode(sampler.continued(start, num_tokens))
+    sampler = Sampler(
+        model,
+        mesh,
+        window=recipe.sequence_length,
+        num_ids=data.tokenizer.vocab_size,
+        draw=Draw(seed=recipe.seed),
+    )
+    prompt = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
+    return data.tokenizer.decode(sampler.continued(prompt, num_tokens))

@@ -13,7 +13,6 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jshard.errors import ShardingError
 from jshard.recipes import shipped_models
@@ -28,7 +27,7 @@ class UntrustedError(ShardingError):
 
 
 def sealed(model_file: str) -> str | None:
-    """The seal of the file that a run of this user names; None if it needs none, or this user can keep no key."""
+    """Returns the seal of the file that a run of this user names; None if it needs none, or there can be no key."""
     if model_file in shipped_models():
         return None
     key = user_key()
@@ -37,8 +36,8 @@ def sealed(model_file: str) -> str | None:
     return _seal(key, model_file)
 
 
-def model_of_run(record: Mapping[str, Any], *, is_trusted: bool, where: Path, command: Sequence[str]) -> Path:
-    """The model file that run.json names.
+def model_of_run(record: Mapping[str, object], *, is_trusted: bool, where: Path, command: Sequence[str]) -> Path:
+    """Returns the model file that run.json names.
 
     Args:
         record: the contents of run.json.
@@ -65,7 +64,7 @@ def model_of_run(record: Mapping[str, Any], *, is_trusted: bool, where: Path, co
     )
 
 
-def _is_own(record: Mapping[str, Any], name: str) -> bool:
+def _is_own(record: Mapping[str, object], name: str) -> bool:
     stated = record.get(SEAL)
     if not isinstance(stated, str) or not stated.isascii():
         return False

@@ -66,6 +66,7 @@ def step_of(mesh: Any) -> Any:
     return lambda: [float(step(model, optimizer, *token_batch(CONFIG))) for _ in range(2)]
 
 
+@pytest.mark.wide
 def test_a_mesh_with_auto_axes_may_be_in_use():
     mesh = js.mesh(fsdp=8)
     alone = step_of(mesh)()

@@ -60,6 +60,7 @@ def assert_same(found, wanted):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.wide
 def test_nnx_gradients_equal_those_of_one_device():
     model = sharded(js.mesh(fsdp=2, replica=2, tensor=2))
     assert model.blocks[0].up.kernel.sharding.spec == jax.P("fsdp", "tensor")

@@ -49,6 +49,7 @@ def annotate_rich(model: Rich, **axes) -> None:
     js.fully_shard(model, mesh=mesh)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("axes", [{"replica": 2}, wide({}), wide({"replica": -1, "fsdp": 1})], ids=str)
 def test_bitwise_the_plain_initialisation(axes):
     model = js.shard_init(rich, lambda model: annotate_rich(model, **axes))

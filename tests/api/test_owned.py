@@ -184,6 +184,7 @@ def test_stacked_layers_are_split_by_layers():
     assert kinds["all-to-all"] == 2
 
 
+@pytest.mark.wide
 def test_a_linen_model():
     class Net(nn.Module):
         @nn.compact
@@ -215,6 +216,7 @@ def test_a_linen_model():
     assert counted(step.lower(state, ROWS).compile())["all-to-all"] == 2
 
 
+@pytest.mark.wide
 def test_a_checkpoint_goes_on_without_it_and_on_another_mesh(tmp_path):
     model = sharded(8, fsdp=8)
     optimizer = js.shard_optimizer(model, js.shard_matrices(OPTIMIZERS["muon"]()))

@@ -10,7 +10,7 @@ from benchmarks.overlap import (
 from benchmarks.overlap.grid import groups
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import audit
-from jshard.occupancy.tune import load_shape
+from jshard.occupancy.gpu_bench import load_shape
 from tests.benchmarks.made_up_overlap import H200, RING
 from tests.gpu_compiler import needs_gpu_compiler
 

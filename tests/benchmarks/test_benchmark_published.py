@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import published
-from jshard.cluster.estimate import parse_known
+from jshard.cluster.machine import parse_known
 from jshard.cluster.topology import parse_topology
 from jshard.recipes.model_file import load_model_file
 from jshard.recipes.overrides import override

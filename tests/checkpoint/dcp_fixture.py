@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint.formats import dcp
+from jshard.checkpoint.formats import dcp_writer
+from jshard.checkpoint.formats.torch_writer import (
+    PickledCall,
+    PickledGlobal,
+    PickledObject,
+    pickled,
+    rebuilt,
+    write_archive,
+)
 
 Chunk = tuple[tuple[int, ...], np.ndarray]
 """Where a chunk begins in its tensor, and its numbers."""
@@ -44,7 +52,7 @@ def write_dcp(
         chunks = [chunk for rank in ranks for chunk in rank]
         size = np.max([np.add(begin, array.shape) for begin, array in chunks], axis=0).tolist()
         corners = [SimpleNamespace(begin=begin, size=array.shape) for begin, array in chunks]
-        encoding = dcp._Call(dcp._Global(dcp._DCP, "_MEM_FORMAT_ENCODING"), (0,))
+        encoding = PickledCall(PickledGlobal(dcp_writer.METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
         found.tensors[name] = SimpleNamespace(
             dtype=str(chunks[0][1].dtype), size=tuple(size), chunks=corners, encoding=encoding
         )
@@ -55,7 +63,7 @@ def write_dcp(
         for name, begin, item in items:
             offset, is_value = file.tell(), begin is None
             base = () if is_value else (item if item.flags.c_contiguous else item.T,)  # as it is stored
-            length = dcp._write_archive(file, item if is_value else dcp._rebuilt(item), base)
+            length = write_archive(file, item if is_value else rebuilt(item), base)
             info = {"relative_path": f"__{rank}_0.distcp", "offset": offset, "length": length}
             found.places.append(SimpleNamespace(name=name, begin=begin, info=info))
         (folder / f"__{rank}_0.distcp").write_bytes(file.getvalue())
@@ -69,28 +77,31 @@ def edit_metadata(folder: pathlib.Path, change: Callable[[Any], object]) -> None
     change(found)
     described = {}
     for name, tensor in found.tensors.items():
-        layout = dcp._Call(dcp._Global("torch.serialization", "_get_layout"), ("torch.strided",))
-        state = (dcp._Global("torch", tensor.dtype), layout, False, tensor.encoding, False)
-        properties = dcp._record("TensorProperties", state)
-        corners = [{"offsets": dcp._size(x.begin), "sizes": dcp._size(x.size)} for x in tensor.chunks]
-        chunks = [dcp._record("ChunkStorageMetadata", corner) for corner in corners]
-        fields = {"properties": properties, "size": dcp._size(tensor.size), "chunks": chunks}
-        described[name] = dcp._record("TensorStorageMetadata", fields)
-    described |= {name: dcp._record("BytesStorageMetadata", {}) for name in found.values}
+        layout = PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("torch.strided",))
+        state = (PickledGlobal("torch", tensor.dtype), layout, False, tensor.encoding, False)
+        properties = dcp_writer._record("TensorProperties", state)
+        corners = [{"offsets": dcp_writer._size(x.begin), "sizes": dcp_writer._size(x.size)} for x in tensor.chunks]
+        chunks = [dcp_writer._record("ChunkStorageMetadata", corner) for corner in corners]
+        fields = {"properties": properties, "size": dcp_writer._size(tensor.size), "chunks": chunks}
+        described[name] = dcp_writer._record("TensorStorageMetadata", fields)
+    described |= {name: dcp_writer._record("BytesStorageMetadata", {}) for name in found.values}
     stored = {}
     for place in found.places:
-        begin = None if place.begin is None else dcp._size(place.begin)
-        index = dcp._record("MetadataIndex", {"fqn": place.name, "offset": begin, "index": None})
-        stored[index] = dcp._Object(dcp._Global(dcp._DCP.replace("metadata", "filesystem"), "_StorageInfo"), place.info)
+        begin = None if place.begin is None else dcp_writer._size(place.begin)
+        index = dcp_writer._record("MetadataIndex", {"fqn": place.name, "offset": begin, "index": None})
+        stored[index] = PickledObject(
+            PickledGlobal(dcp_writer.METADATA_MODULE.replace("metadata", "filesystem"), "_StorageInfo"),
+            place.info,
+        )
     meta = {"checkpoint_id": str(folder), "save_id": "1", "load_id": None, "modules": []}
     fields = {
         "state_dict_metadata": described,
         "planner_data": {name: (name,) for name in described},
         "storage_data": stored,
-        "storage_meta": dcp._record("StorageMeta", meta),
+        "storage_meta": dcp_writer._record("StorageMeta", meta),
         "version": "1.0.0",
     }
-    (folder / ".metadata").write_bytes(dcp._pickled(dcp._record("Metadata", fields), protocol=4))
+    (folder / ".metadata").write_bytes(pickled(dcp_writer._record("Metadata", fields), protocol=4))
 
 
 def places(found: Any, name: str) -> list[dict[str, Any]]:

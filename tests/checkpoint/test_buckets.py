@@ -9,9 +9,10 @@ import pytest
 
 from jshard.checkpoint import buckets
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath
-from jshard.checkpoint.dealing import write_file
-from jshard.checkpoint.file_io import Range, do_all, reads
-from jshard.checkpoint.layout import Piece, laid_out, parse_index, parse_tail
+from jshard.checkpoint.file_io import do_all
+from jshard.checkpoint.file_reads import Range, reads
+from jshard.checkpoint.layout import Piece, lay_out_files, parse_index, parse_tail
+from jshard.checkpoint.packed_writer import write_file
 from tests.checkpoint.bucket_servers import SCHEMES, Server, serve
 
 pytestmark = pytest.mark.wide
@@ -100,7 +101,7 @@ def test_an_error_names_the_object_and_how_often_it_was_tried(server: Server, pl
 
 def packed(num_bytes: int) -> tuple:
     values = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-    (layout,) = laid_out([Piece(0, "weights", values.dtype, ((0, num_bytes),))])
+    (layout,) = lay_out_files([Piece(0, "weights", values.dtype, ((0, num_bytes),))])
     return values, layout
 
 

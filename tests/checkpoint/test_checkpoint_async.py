@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, saving, storage
-from jshard.checkpoint.saving import Pending
+from jshard.checkpoint.ownership import DRAFT_SUFFIX
+from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.series import Keep
-from jshard.checkpoint.storage import DRAFT_SUFFIX
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 
@@ -156,9 +156,9 @@ def test_two_saves_do_not_write_into_one_folder(tmp_path, gate):
 
 FORKED = """
 import os, pathlib, signal, sys
-from jshard.checkpoint.storage import Owner
-from jshard.checkpoint.storage import is_owned
-from jshard.checkpoint.storage import _held
+from jshard.checkpoint.ownership import Owner
+from jshard.checkpoint.ownership import is_owned
+from jshard.checkpoint.ownership import _locked_files
 draft = pathlib.Path(sys.argv[1])
 owner = Owner(draft)
 assert is_owned(draft)
@@ -168,7 +168,7 @@ if not child:
     os.write(there, b"!")
     signal.pause()
 os.read(here, 1)  # it is there
-for number in _held:  # as if this process were killed
+for number in _locked_files:  # as if this process were killed
     os.close(number)
 try:
     assert not is_owned(draft)

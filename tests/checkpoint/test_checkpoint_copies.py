@@ -6,11 +6,12 @@ import jax
 import pytest
 from flax import nnx
 
-from jshard.checkpoint import dealing
-from jshard.checkpoint.dealing import Packing
-from jshard.checkpoint.layout import laid_out
-from jshard.checkpoint.opened import opened_parts
-from jshard.checkpoint.restoring import Restoring
+from jshard.checkpoint import host_snapshot
+from jshard.checkpoint.host_snapshot import Packing
+from jshard.checkpoint.layout import lay_out_files
+from jshard.checkpoint.packed_reader import opened_parts
+from jshard.checkpoint.restore_operation import RestoreOperation
+from jshard.checkpoint.write_assignment import WritePlan
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import abstract, differences, filled
 
@@ -22,7 +23,7 @@ def packed(state, step=1):
 def restored(data, layout):
     read = lambda begin, size: data[begin : begin + size]
     opened = opened_parts(Path("copy"), [read])
-    return Restoring(opened, abstract(layout)).run(verify=True, timeout_s=60)
+    return RestoreOperation(opened, abstract(layout)).run(verify=True, timeout_s=60)
 
 
 @pytest.mark.parametrize("target", ["one device", "all axes"])
@@ -55,12 +56,13 @@ def test_another_byte_is_found(place):
 
 
 def test_a_part_that_is_missing_is_found(monkeypatch):
-    plan = dealing.plan
+    plan_writes = host_snapshot.plan_writes
 
     def half(*args):  # of two processes the first one
-        (file,), (parts,) = plan(*args)
-        return tuple(laid_out(file.pieces[1:])), (parts[1:],)
+        plan = plan_writes(*args)
+        (file,), (sources,) = plan.files, plan.sources
+        return WritePlan(tuple(lay_out_files(file.pieces[1:])), (sources[1:],))
 
-    monkeypatch.setattr(dealing, "plan", half)
+    monkeypatch.setattr(host_snapshot, "plan_writes", half)
     with pytest.raises(RunError, match="are missing from the files"):
         restored(packed(filled("zero3", 0)), "zero3")

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from jshard.checkpoint import position as position_module
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.position import from_text, is_data_position, position_text, set_position, to_text
-from jshard.data import batches as batches_module
-from jshard.data.batches import GlobalBatches, PackedBatches, order_of
+from jshard.checkpoint.position import is_data_position, position_text, set_position
+from jshard.checkpoint.state_text import from_text, to_text
+from jshard.data import packed_batches as batches_module
+from jshard.data.batches import GlobalBatches, order_of
+from jshard.data.packed_batches import PackedBatches
 from jshard.errors import RunError, ShardingError
 
 FEW = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import DcpSource, dcp
+from jshard.checkpoint.formats import DcpSource, dcp_writer
 from jshard.checkpoint.formats.source import stored_array
+from jshard.checkpoint.formats.torch_writer import PickledCall, PickledGlobal
 from jshard.errors import RunError
 from tests.checkpoint import dcp_fixture
 from tests.checkpoint.checkpoint_states import Held, bits, check_source, everything
@@ -122,8 +123,8 @@ def test_a_pickle_changes_nothing_for_the_next_one(folder, name):
 def test_an_enum_of_an_early_python_3_11_is_read(folder):
     def change(described):
         for tensor in described.tensors.values():
-            tensor.encoding = dcp._Call(
-                dcp._Global("builtins", "getattr"), (tensor.encoding.function, "TORCH_CONTIGUOUS_FORMAT")
+            tensor.encoding = PickledCall(
+                PickledGlobal("builtins", "getattr"), (tensor.encoding.function, "TORCH_CONTIGUOUS_FORMAT")
             )
 
     edit_metadata(folder, change)
@@ -297,9 +298,9 @@ WRITTEN_VALUES = {"opt/step": 7, "lr": 0.5, "note": "text \N{SNOWMAN}"}
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    monkeypatch.setattr(dcp, "_CHUNK_BYTES", 150)  # so that most arrays are in several chunks
+    monkeypatch.setattr(dcp_writer, "_CHUNK_BYTES", 150)  # so that most arrays are in several chunks
     counted = []
-    dcp.write_dcp(tmp_path / "w", Held(WRITTEN), values=WRITTEN_VALUES, on_written=counted.append)
+    dcp_writer.write_dcp(tmp_path / "w", Held(WRITTEN), values=WRITTEN_VALUES, on_written=counted.append)
     assert sum(counted) == sum(array.nbytes for array in WRITTEN.values())
     return tmp_path / "w"
 
@@ -310,9 +311,9 @@ def test_what_is_written_is_read_as_it_was(written):
     found = {name: place.value() for name, place in source.values.items()}
     assert found == {name.replace("/", "."): value for name, value in WRITTEN_VALUES.items()}
     with pytest.raises(CheckpointError, match="such files already exist"):
-        dcp.write_dcp(written, Held(WRITTEN))
+        dcp_writer.write_dcp(written, Held(WRITTEN))
     with pytest.raises(CheckpointError, match=r"(?s)not support the dtypes of 1 array.*x  int4"):
-        dcp.write_dcp(written.parent / "x", Held({"x": np.zeros(2, jnp.int4)}))
+        dcp_writer.write_dcp(written.parent / "x", Held({"x": np.zeros(2, jnp.int4)}))
 
 
 # ---- Against PyTorch itself -----------------------------------------------------------------------

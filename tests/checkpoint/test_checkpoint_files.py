@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jshard.checkpoint import dealing
 from jshard.checkpoint import layout as layout_module
-from jshard.checkpoint.dealing import LeafFacts, write_file
-from jshard.checkpoint.file_io import ChangedError, LocalFolder, Slab, do_all
-from jshard.checkpoint.layout import Piece, laid_out
+from jshard.checkpoint.file_io import LocalFolder, do_all
+from jshard.checkpoint.file_reads import ChangedError
+from jshard.checkpoint.host_memory import Slab
+from jshard.checkpoint.layout import Piece, lay_out_files
+from jshard.checkpoint.packed_writer import write_file
 from jshard.checkpoint.pieces import PackedFile, Pieces, Want
+from jshard.checkpoint.write_assignment import LeafToWrite, plan_writes
 
 DTYPES = ("bool", "int4", "uint8", "int64", "bfloat16", "float8_e4m3fn", "float8_e5m2fnuz", "float32", "complex64")
 
@@ -31,7 +33,7 @@ def written(folder: Path, leaves, cut):
         rest = tuple((0, size) for size in values.shape[1:])
         boxes = [((a, b), *rest) for a, b in itertools.pairwise(ends)] if values.ndim else [()]
         pieces += [Piece(number, path, values.dtype, box) for box in boxes]
-    (layout,) = laid_out(pieces)
+    (layout,) = lay_out_files(pieces)
     place, values = LocalFolder(folder), list(leaves.values())
     write_file(place, "a.safetensors", layout, lambda n: values[layout.pieces[n].leaf][inside(layout.pieces[n].box)])
     return place, PackedFile.open(place, "a.safetensors", layout.num_bytes)
@@ -100,17 +102,17 @@ class Layout:
 
 def test_every_element_is_written_once_and_all_write_alike():
     both, own = Layout((0, 1, 2), (0, 1, 2)), Layout((0,), (1,), (2,))
-    facts = [LeafFacts(0, "large", (3000,), "float64", (both, (3000,)))]
-    facts += [LeafFacts(n, f"{n}", (6 * n,), "float32", (both, (6 * n,))) for n in range(1, 40)]
-    facts += [LeafFacts(50, "own", (8,), "int8", (own, (9,))), LeafFacts(51, "host", (4,), "int8", None)]
-    plans = [dealing.plan(tuple(facts), process, 3, 1 << 30) for process in range(3)]
-    for leaf in facts:
+    leaves = [LeafToWrite(0, "large", (3000,), "float64", both, (3000,))]
+    leaves += [LeafToWrite(n, f"{n}", (6 * n,), "float32", both, (6 * n,)) for n in range(1, 40)]
+    leaves += [LeafToWrite(50, "own", (8,), "int8", own, (9,)), LeafToWrite(51, "host", (4,), "int8", None)]
+    plans = [plan_writes(tuple(leaves), process, 3, 1 << 30) for process in range(3)]
+    for leaf in leaves:
         seen = np.zeros(leaf.shape, int)
         for plan in plans:
-            for piece in (piece for file in plan[0] for piece in file.pieces if piece.leaf == leaf.number):
+            for piece in (piece for file in plan.files for piece in file.pieces if piece.leaf == leaf.number):
                 seen[inside(piece.box)] += 1
         assert (seen == 1).all(), leaf
-    sizes = [sum(piece.nbytes for file in plan[0] for piece in file.pieces) for plan in plans]
+    sizes = [sum(piece.nbytes for file in plan.files for piece in file.pieces) for plan in plans]
     assert max(sizes) < 1.1 * min(sizes), sizes
 
 
@@ -118,6 +120,6 @@ def test_every_element_is_written_once_and_all_write_alike():
 def test_another_file_begins_before_a_header_is_too_long_for_others(monkeypatch, path):
     monkeypatch.setattr(layout_module, "_HEADER_BYTES", 20_000)
     pieces = [Piece(n, path.format(n), np.dtype("int8"), ((n, n + 1), (0, 3))) for n in range(1000)]
-    files = laid_out(pieces)
+    files = lay_out_files(pieces)
     assert [piece for file in files for piece in file.pieces] == pieces
     assert len(files) > 1 and all(len(file.header) < 2 * 20_000 for file in files)

@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.checkpoint import restoring
+from jshard.checkpoint import restore_operation
 from jshard.checkpoint.readers import open_checkpoint
 
 ROWS, COLUMNS = 4096, 512
@@ -41,6 +41,6 @@ def test_any_degree_reads_what_it_wants_and_other_dims_read_whole_rows(saved):
 def test_of_zarr_each_device_reads_whole_chunks_and_a_lot_is_a_warning(saved, monkeypatch):
     wanted = like(8, None, "fsdp")
     assert js.checkpoint.forecast(saved / "orbax", wanted).amplification > 4
-    monkeypatch.setattr(restoring, "_WORTH_BYTES", 1 << 20)
+    monkeypatch.setattr(restore_operation, "_UNNEEDED_BYTES", 1 << 20)
     with pytest.warns(js.checkpoint.CheckpointWarning, match=r"jshard ckpt reshard .*/orbax .*/orbax-resharded"):
         js.checkpoint.restore(saved / "orbax", wanted)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import saving
-from jshard.checkpoint.manifest import add, box_sums
+from jshard.checkpoint.leaf_sums import add, box_sums
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 

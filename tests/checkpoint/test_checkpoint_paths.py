@@ -13,7 +13,7 @@ from jshard import checkpoint, cli
 from jshard.checkpoint import CheckpointError, CheckpointWarning
 from jshard.checkpoint.errors import DamagedError
 from jshard.checkpoint.formats import TorchSource, foreign_source, write_safetensors
-from jshard.cli.ckpt import look
+from jshard.cli.ckpt import verify as verify_command
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import Held
 from tests.checkpoint.dcp_fixture import split, write_dcp
@@ -161,8 +161,8 @@ def test_verify_prints_its_result_after_the_bar_and_counts_in_the_singular(tmp_p
         open_bars.remove(what)
 
     shown = []
-    monkeypatch.setattr(look, "progress", bar)
-    monkeypatch.setattr(look, "show", lambda text: shown.append((list(open_bars), text)))
+    monkeypatch.setattr(verify_command, "progress", bar)
+    monkeypatch.setattr(verify_command, "show", lambda text: shown.append((list(open_bars), text)))
     assert cli.main(["ckpt", "verify", str(tmp_path / "c")]) == 0
     ((bars, text),) = shown
     assert bars == [] and "(1 leaf, 12 B, 1 file)" in text

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.lookup import checkpoint_at
-from jshard.checkpoint.storage import DRAFT_SUFFIX
+from jshard.checkpoint.ownership import DRAFT_SUFFIX
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 from tests.compiling import python
@@ -135,7 +135,7 @@ def test_looking_and_reading_writes_nothing_and_meets_nobody(tmp_path, monkeypat
     with monkeypatch.context() as many:
         many.setattr(jax, "process_count", lambda: 2)
         many.setattr("jshard._processes.exchange", meeting)
-        many.setattr("jshard.checkpoint.series_store.exchange", meeting)
+        many.setattr("jshard.checkpoint.shared_folder.exchange", meeting)
         assert checkpoint_at(tmp_path / "theirs.safetensors") == tmp_path / "theirs.safetensors"
         assert checkpoint_at(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "1"
         assert Checkpointer(tmp_path / "none").latest() is None

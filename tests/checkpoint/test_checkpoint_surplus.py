@@ -219,6 +219,7 @@ def test_surplus_parameters_of_an_annotated_model(tmp_path, extra):
         checkpoint.restore(tmp_path / "c", {"model": model}, only="params", extra=extra)
 
 
+@pytest.mark.wide
 def test_a_run_does_not_begin_with_a_part_of_another_model_unless_it_is_asked_to(tmp_path):
     """The error names the options of the command, which work when pasted; so does that of missing parameters."""
     file = load_model_file(MODELS / "gpt.py")

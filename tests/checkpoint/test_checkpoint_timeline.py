@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jshard import cli
-from jshard.checkpoint import Checkpointer, saving
-from jshard.checkpoint import timeline as history
+from jshard.checkpoint import Checkpointer, history, saving
 from jshard.checkpoint.timeline import timelines
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard.checkpoint.comparing import verify
 from jshard.checkpoint.readers import own_checkpoint
+from jshard.checkpoint.verifying import verify
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "checkpoints_of_0_1"
 ROWS = 256  # of 1 KiB: eight chunks of 32 KiB, and a leaf that is larger than what a manifest has checksums of
@@ -101,3 +101,13 @@ def test_plain_orbax_can_be_read_and_no_more(tmp_path):
     np.testing.assert_array_equal(source.read("a/0", (slice(1, 3), slice(0, 2))), [[4, 5], [8, 9]])
     shutil.rmtree(tmp_path / "c" / "state" / "d")
     assert not verify(tmp_path / "c").is_good
+
+
+def test_each_leaf_of_orbax_has_a_reason_of_its_own(tmp_path):
+    """Leaves are read together first: the error of that must not become the reason of every leaf."""
+    js.checkpoint.save(tmp_path / "c", {"a": jnp.ones((4, 2)), "b": jnp.zeros(3)}, format="orbax")
+    file = next((tmp_path / "c").rglob("manifest.ocdbt"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    verdict = verify(tmp_path / "c")
+    reasons = {finding.leaf: finding.why for finding in verdict.findings if finding.leaf}
+    assert reasons.keys() == {"a", "b"} and all(f'"{leaf}/' in why for leaf, why in reasons.items()), reasons

@@ -11,7 +11,8 @@ import pytest
 
 import jshard as js
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import ZeroSource, dcp, foreign_source
+from jshard.checkpoint.formats import ZeroSource, dcp_writer, foreign_source
+from jshard.checkpoint.formats.torch_writer import PickledCall, PickledGlobal, rebuilt, write_archive
 from jshard.cli import main
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import check_source
@@ -40,7 +41,7 @@ def save(path, state):
 
     def described(value):
         if isinstance(value, np.ndarray):
-            call, key = dcp._rebuilt(value), str(len(stored))
+            call, key = rebuilt(value), str(len(stored))
             storage, *rest = call.args
             stored.append(value if value.flags.c_contiguous else value.T)
             return call._replace(args=(storage._replace(key=(*storage.key[:2], key, *storage.key[3:])), *rest))
@@ -50,7 +51,7 @@ def save(path, state):
 
     value = described(state)
     with path.open("wb") as file:
-        dcp._write_archive(file, value, tuple(stored))
+        write_archive(file, value, tuple(stored))
 
 
 def write(folder, *, stage=3, prefix="", tensor_rank=0):
@@ -63,11 +64,11 @@ def write(folder, *, stage=3, prefix="", tensor_rank=0):
         flat = {name: pieces(ARRAYS[name])[rank] for name in names}
         groups = [np.concatenate([flat[name] for name in some]) for some in (names[:2], names[2:])]
         groups[-1] = np.append(groups[-1], np.zeros(5, np.float32))  # DeepSpeed aligns the whole
-        number = dcp._Call(dcp._Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+        number = PickledCall(PickledGlobal("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
         optim = {"zero_stage": number, "partition_count": RANKS, "fp32_flat_groups": groups}
         of = f"zero_pp_rank_{rank}_mp_rank_{tensor_rank:02d}"
         save(step / f"{prefix}{of}_optim_states.pt", {"optimizer_state_dict": optim, "ds_version": "0.18"})
-        size = lambda array: dcp._size(array.shape)
+        size = lambda array: dcp_writer._size(array.shape)
         model = {
             "module": dict.fromkeys(names, np.zeros(0, np.float32)) | BUFFERS,
             "buffer_names": list(BUFFERS),
@@ -122,7 +123,7 @@ def shorten(step):
 
 def edit_model(step, rank, **fields):
     """Writes a rank's model states again, with other fields."""
-    size = lambda array: dcp._size(array.shape)
+    size = lambda array: dcp_writer._size(array.shape)
     model = {
         "module": dict(BUFFERS),
         "buffer_names": list(BUFFERS),
@@ -134,7 +135,7 @@ def edit_model(step, rank, **fields):
 
 
 def other_shapes(step):
-    edit_model(step, 1, param_shapes={"w": dcp._size((5, 4))})
+    edit_model(step, 1, param_shapes={"w": dcp_writer._size((5, 4))})
 
 
 def lost_buffer(step):
@@ -173,7 +174,7 @@ def test_other_stages_tensor_parallelism_and_code_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="cut by tensor parallelism"):
         ZeroSource(tmp_path / "cut")
     step = write(tmp_path / "evil")
-    call = dcp._Call(dcp._Global("os", "system"), (f"touch {tmp_path / 'ran'}",))
+    call = PickledCall(PickledGlobal("os", "system"), (f"touch {tmp_path / 'ran'}",))
     save(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", {"module": call})
     with pytest.raises(CheckpointError, match=r"os\.system is not among"):
         ZeroSource(tmp_path / "evil")

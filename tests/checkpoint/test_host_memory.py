@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import checkpoint
-from jshard.checkpoint.file_io import HOST_MEMORY, HostMemory
+from jshard.checkpoint.host_memory import HOST_MEMORY, HostMemory
 
 SHAPE = (1024, 512)  # 2 MiB, shards of 256 KiB
 

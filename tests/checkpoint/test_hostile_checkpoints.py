@@ -25,14 +25,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from jshard import checkpoint
-from jshard.checkpoint import timeline
+from jshard.checkpoint import history, timeline
 from jshard.checkpoint.formats import DcpSource
 from jshard.checkpoint.formats.torch_pickle import PLAIN, load
 from jshard.checkpoint.lookup import steps_in
 from jshard.checkpoint.readers import open_checkpoint
 from jshard.checkpoint.series_store import store_of
 from jshard.cli import main
-from jshard.cli.ckpt import look
+from jshard.cli.ckpt import inspect as inspect_command
 from jshard.cli.ckpt import timeline as cli_timeline
 from jshard.errors import FourPartError, RunError
 from tests.checkpoint.dcp_fixture import split, write_dcp
@@ -429,7 +429,7 @@ def test_a_name_of_thousands_of_keys_is_an_error_in_four_parts(tmp_path):
 
 
 def test_inspect_shows_thousands_of_rows_and_counts_the_others(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(look, "_MOST_ROWS", 3)
+    monkeypatch.setattr(inspect_command, "_MOST_ROWS", 3)
     save_file({f"{letter}.w": np.ones(2, np.float32) for letter in "abc"}, tmp_path / "m.safetensors")
     assert main(["ckpt", "inspect", str(tmp_path / "m.safetensors")]) == 0
     shown = capsys.readouterr().out
@@ -530,7 +530,7 @@ def test_a_history_of_millions_of_lines_is_read_soon(tmp_path):
     (tmp_path / "history.jsonl").write_bytes(b"\r" * 3_000_000 + b"\n" * 3_000_000 + b'{"step": 1}\n')
     said: list[str] = []
     with bounded():
-        assert timeline.read(tmp_path, said.append) == [{"step": 1}]
+        assert history.read(tmp_path, said.append) == [{"step": 1}]
     assert "oldest" in said[0]
 
 

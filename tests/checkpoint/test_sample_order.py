@@ -20,10 +20,11 @@ from grain.experimental import (
 
 import jshard as js
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.position import check_position, from_text, position_text, set_position, to_text
+from jshard.checkpoint.position import check_position, position_text, set_position
 from jshard.checkpoint.sample_order import agreed, describe, differences
+from jshard.checkpoint.state_text import from_text, to_text
 from jshard.data.batches import GlobalBatches as Batches
-from jshard.data.batches import PackedBatches
+from jshard.data.packed_batches import PackedBatches
 
 FEW = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
@@ -211,6 +212,7 @@ print(json.dumps([describe(build()) for both in CHANGED.values() for build in bo
 """
 
 
+@pytest.mark.wide
 def test_a_pipeline_that_is_built_again_in_another_process_is_the_same():
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}

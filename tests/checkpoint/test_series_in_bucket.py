@@ -22,9 +22,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, buckets, series_store
+from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, buckets, series_lease
 from jshard.checkpoint.buckets import BucketError, BucketPath
-from jshard.checkpoint.series_store import SeriesLease
+from jshard.checkpoint.series_lease import SeriesLease
 from jshard.cli import main
 from jshard.errors import RunError
 from tests.checkpoint.bucket_servers import SCHEMES, Server, serve
@@ -168,7 +168,7 @@ def test_what_was_left_is_removed_and_what_is_damaged_does_not_count(server: Ser
 
 
 def test_two_runs_cannot_write_one_series(series: BucketPath, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(series_store, "RENEWED_S", 0.5)
+    monkeypatch.setattr(series_lease, "RENEWED_S", 0.5)
     first, second = Checkpointer(str(series)), Checkpointer(str(series))
     first.save(1, state(1))
     with (
@@ -177,20 +177,20 @@ def test_two_runs_cannot_write_one_series(series: BucketPath, monkeypatch: pytes
     ):
         second.save(2, state(2))
     check(second.restore(state(0)), 1)  # to read is free
-    first._files.release()
+    first._store.release()
     second.save(2, state(2))
     assert second.steps() == [1, 2]
-    second._files.release()
+    second._store.release()
 
 
 def test_of_many_that_take_a_series_whose_run_is_silent_one_gets_it(
     series: BucketPath, monkeypatch: pytest.MonkeyPatch
 ):
     """The one before completes nothing any more, however far it was."""
-    monkeypatch.setattr(series_store, "LEASE_S", 2.0)
+    monkeypatch.setattr(series_lease, "LEASE_S", 2.0)
     slow = Checkpointer(str(series))
     slow.save(1, state(1))
-    slow._files._lease._ended.set()  # its thread does not run any more: the process hangs
+    slow._store._lease._ended.set()  # its thread does not run any more: the process hangs
     time.sleep(0.1)
     leases = [SeriesLease(series) for _ in range(4)]
     taken: list[SeriesLease] = []

@@ -16,12 +16,12 @@ import pytest
 import tokenizers
 
 from jshard import cli
-from jshard.cli import _request, _training
+from jshard.cli import _data, _training
 from jshard.cli import train as cli_train
 from jshard.data.text import load_text
 from jshard.train import run
 from jshard.train.run import Finished
-from jshard.train.run_record import RunLock
+from jshard.train.run_lock import RunLock
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "bad_input.txt"
 HEAD = "=== "
@@ -392,11 +392,9 @@ class Unbegun:
 
 @pytest.mark.parametrize("words", all_pasted())
 def test_what_an_error_says_to_do_is_accepted_when_it_is_pasted(words, end, monkeypatch):
-    monkeypatch.setattr(run, "_Job", Unbegun)
+    monkeypatch.setattr(run, "TrainingRun", Unbegun)
     monkeypatch.setattr(_training, "explained", lambda *request: "")
-    monkeypatch.setattr(
-        _request, "load_text", lambda paths, **how: load_text(paths or [pathlib.Path("text.txt")], **how)
-    )
+    monkeypatch.setattr(_data, "load_text", lambda paths, **how: load_text(paths or [pathlib.Path("text.txt")], **how))
     monkeypatch.setattr(cli_train.launch, "supervise", lambda *command, **how: 0)
     try:
         code, error = end(shlex.join(words))

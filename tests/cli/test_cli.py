@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from jshard import __version__, cli
-from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse, parse_mesh
+from jshard.cli._arguments import TrainArgs, parse
+from jshard.cli._devices import num_devices, open_mesh, parse_mesh
 from jshard.cli._request import request_of
 from jshard.train.records import read_metrics
 from tests.compiling import environment
@@ -83,6 +84,7 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
     assert json.loads((out / "run.json").read_text())["options"]["data"] == [str(folder / "text.txt")]
 
 
+@pytest.mark.wide
 def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys):
     (folder / "runs" / "my_model-micro").mkdir(parents=True)
     what = ["--data", "text.txt", "--seed", "5", "--set", "eval_every=1", "--set", "num_steps=2", *SMALL]
@@ -154,6 +156,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.wide
 def test_dry_run_of_175b_needs_no_devices_and_little_memory(folder):
     arguments = ["--recipe", "gpt3_175b", "--mesh", "replica=4,fsdp=128", "--dry-run"]
     # With a platform that does not exist, asking jax for any device or array ends the process.

@@ -46,6 +46,7 @@ def run(folder, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.wide
 def test_sample(run):
     asked = ["sample", "mine", "--prompt", "abcdefg", "--tokens", "40"]
     for mesh in MESHES:
@@ -71,6 +72,7 @@ def test_eval_is_what_the_run_has_printed(run, folder):
     assert json.loads(run("eval", "mine", "--json", "--data", "other.txt")[1])["val_loss"] > printed + 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("how", [["--mesh", "fsdp=1"], wide(["--processes", "2"])])
 def test_sample_in_processes_of_its_own(folder, how):
     asked = ["sample", "mine", "--prompt", "abcdefg", "--tokens", "9", "--temperature", "0", *how]

@@ -9,21 +9,19 @@ import pytest
 
 import jshard as js
 from jshard import cli
-from jshard.cluster import compile as module
-from jshard.cluster.compile import (
-    CompileError,
-    CompileRequest,
-    TooLargeError,
-    child_environment,
-    compile_step,
-    unused_flags,
-)
+from jshard.cli._arguments import TrainArgs, parse
+from jshard.cli._recipe_request import recipe_request_of
+from jshard.cli._request import request_of
+from jshard.cli.plan import PlanArgs
+from jshard.cluster.child_process import CompileError, child_environment, portable
+from jshard.cluster.compile import CompileRequest, TooLargeError, compile_step, unused_flags
 from jshard.cluster.compile_process import compiler_error, lowered_step
 from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
 from jshard.data import load_text
 from jshard.errors import RunError
 from jshard.recipes.building import batch_like, create
+from jshard.recipes.recipe import tree
 from jshard.train import TrainStep, load_model_file
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 from tests.micro_gpt import MODELS, USERS_FILE, micro
@@ -79,6 +77,17 @@ def test_what_a_configuration_changes_is_compiled_and_in_the_command_that_trains
     monkeypatch.setattr("jshard.cli.plan.require_compiler", lambda platform: None)
     assert plan("--config", "run.json", "--steps", "7", "--topology", "h100:1x8") == 1
     assert asked[0].settings == ("batch_size=32", "num_steps=7")
+
+
+def test_plan_and_train_read_a_recipe_alike(folder):
+    (folder / "run.json").write_text('{"recipe": {"batch_size": 32, "num_steps": 5}, "mesh": {"fsdp": 4}}')
+    words = "my_model.py --config run.json --steps 7 --set learning_rate=0.1 --unit remat=full".split()
+    planned = recipe_request_of(parse(PlanArgs, words, command="jshard plan"))
+    trained = request_of(parse(TrainArgs, [*words, "--dry-run"], command="jshard train"))
+    assert planned.settings == trained.settings == ("batch_size=32", "learning_rate=0.1", "num_steps=7")
+    assert planned.name == trained.name and tree(planned.recipe) == tree(trained.recipe)
+    assert planned.sizes == trained.sizes == {"fsdp": 4}
+    assert planned.model_file.units == trained.model_file.units
 
 
 def test_a_key_that_no_command_knows_is_refused(folder, capsys):
@@ -144,7 +153,7 @@ def test_errors_of_the_child_come_over_as_they_are():
 
     for cls, found in ((OptionError, OptionError), (OfTheModelFile, RunError)):
         reported = cls("No.", where=["a", "b"], why="1", do="2")
-        again = pickle.loads(pickle.dumps(module._portable(reported)))
+        again = pickle.loads(pickle.dumps(portable(reported)))
         assert type(again) is found and str(again) == str(reported)
 
 
@@ -159,6 +168,7 @@ def test_the_child_touches_no_accelerator_and_gets_no_flags():
     assert unused_flags({"XLA_FLAGS": "--xla_cpu_y=2 --xla_force_host_platform_device_count=8"}) is None
 
 
+@pytest.mark.wide
 def test_the_program_is_that_of_a_run(folder):
     """The child's program, which is made without arrays, is the one that training compiles."""
     model_file, recipe, mesh = load_model_file(MODELS / "gpt.py"), micro(), js.mesh()

@@ -38,6 +38,7 @@ def test_config_json_sets_the_recipe_and_is_in_the_record(here, capsys):
     assert (model["rms_norm_eps"], model["rope_theta"], model["tied"]) == (1e-6, 5e5, False)
 
 
+@pytest.mark.wide
 def test_weights_are_no_longer_needed_once_a_run_has_their_settings(here, capsys):
     """A run is resumed with the recipe in its record."""
     (here / "ids.bin").write_bytes(bytes(range(48)) * 200)

@@ -15,7 +15,7 @@ from jshard._paths import expanded
 from jshard.checkpoint import Checkpointer
 from jshard.checkpoint.formats import foreign_source, write_safetensors
 from jshard.cli._arguments import TrainArgs, parse
-from jshard.cli.ckpt.convert import ExportArgs
+from jshard.cli.ckpt.export import ExportArgs
 from jshard.cli.plan import PlanArgs
 from jshard.data import load_text
 from jshard.errors import ShardingError

@@ -14,7 +14,7 @@ from rich.text import Text
 import jshard as js
 from jshard import cli
 from jshard._live import LiveLine
-from jshard.cli._arguments import remark
+from jshard.cli._output import remark
 from jshard.inspect.tables import made_table, printed, show, whole_line
 
 CONTROLS = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202e\r\b"

@@ -86,6 +86,7 @@ def test_a_terminal_has_colours_where_it_and_its_user_want_them(monkeypatch, var
     assert "\x1b" not in printed(table)  # for a file or a page
 
 
+@pytest.mark.wide
 def test_a_command_on_a_terminal_of_80_columns(folder):  # noqa: F811
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))

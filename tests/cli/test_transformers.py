@@ -45,7 +45,7 @@ def test_transformers_has_the_logits_of_the_run(name, tied, tmp_path, monkeypatc
     ids = np.random.default_rng(0).integers(0, 300, (8, 50))
     with torch.no_grad():
         wanted = theirs(torch.from_numpy(ids)).logits.numpy()
-    held, step = StoredRun.read(tmp_path / "mine").held(js.mesh())
+    held, step = StoredRun.read(tmp_path / "mine", command=()).restored_model(js.mesh())
     found = nnx.jit(lambda model, ids: model(ids))(held.model, jnp.asarray(ids))
     assert step == 8 and np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(found, wanted, atol=1e-4)

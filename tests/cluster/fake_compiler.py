@@ -8,10 +8,10 @@ from typing import Any
 from flax import nnx
 
 import jshard as js
-from jshard.cluster import report
+from jshard.cluster import comparison
 from jshard.cluster.compile import CompiledStep, CompileRequest
 from jshard.cluster.costs import Costs
-from jshard.cluster.estimate import PlannedCluster
+from jshard.cluster.machine import PlannedCluster
 from jshard.cluster.topology import parse_topology
 from jshard.inspect.audit import CompiledMemory
 from jshard.recipes.overrides import override
@@ -91,7 +91,7 @@ class Compiler:
     def __init__(self, monkeypatch: Any, compiled: Callable[[CompileRequest], CompiledStep]) -> None:
         self.asked: list[CompileRequest] = []
         self._compiled = compiled
-        monkeypatch.setattr(report, "compile_step", self._compile)
+        monkeypatch.setattr(comparison, "compile_step", self._compile)
 
     def _compile(self, asked: CompileRequest, *, timeout_s: float) -> CompiledStep:
         self.asked.append(asked)

@@ -51,6 +51,7 @@ def test_memory_is_what_explain_tells(costs, replica, accumulate, units):
         assert value == (pytest.approx(reported[name], abs=4) if isinstance(value, int) else reported[name]), name
 
 
+@pytest.mark.wide
 def test_of_a_stack_of_layers_too():
     """The few sequences that are traced are chosen so that no array of them looks like one of so many layers."""
     found = costs_of(HOST, *SETTINGS, "model.scan=true", "model.n_layer=5")

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from jshard import cli
-from jshard.cluster.estimate import assumptions_of
-from jshard.cluster.topology import parse_topology, target_config_text
+from jshard.cluster.machine import assumptions_of
+from jshard.cluster.target_config import target_config_text
+from jshard.cluster.topology import parse_topology
 from jshard.errors import ShardingError
 from jshard.facts.device_files import read_device
 from jshard.facts.devices import DEVICES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jshard.cluster.topology import target_config_text
+from jshard.cluster.target_config import target_config_text
 from jshard.facts.devices import CLOUDS, DEVICES, device_of, peak_of
 
 GPUS = [facts for facts in DEVICES.values() if facts.target is not None]

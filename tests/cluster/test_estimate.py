@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.estimate import Estimate, estimate, estimate_range
-from jshard.cluster.replay import Assumptions
 from jshard.cluster.report import timeline
 from jshard.inspect.hlo.walk import read_schedule
 from jshard.inspect.hlo.work import EqualProducts, OpWork

@@ -8,9 +8,11 @@ import shlex
 import pytest
 
 from jshard.cli.plan import PlanReport
-from jshard.cluster.compile import Variant, command_line, variants_for
-from jshard.cluster.report import ClusterPlan, Compared, Comparison, VariantCompiler, compare
-from jshard.cluster.search import choose
+from jshard.cluster.choose import choose
+from jshard.cluster.comparison import Compared, Comparison, VariantCompiler, compare
+from jshard.cluster.compile import Variant, command_line
+from jshard.cluster.report import ClusterPlan
+from jshard.cluster.strategies import variants_for
 from jshard.errors import RunError
 from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 
@@ -169,6 +171,7 @@ def _step(asked, peak, products):
     return step_of(asked, peak_bytes=int(peak * CAPACITY), products=products)
 
 
+@pytest.mark.wide
 def test_the_quickest_that_fits_of_three_and_what_was_asked_for(monkeypatch):
     """By the estimate of the compiled schedule, which has the last word."""
     found, asked = chosen(monkeypatch, lambda asked: (0.5, 100 * (1 + asked.mesh["fsdp"])), plan_of(0.5, products=3000))

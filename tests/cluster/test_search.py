@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 
+import pytest
+
 import jshard as js
 from jshard.cluster.search import ROOM, search, why_lost
 from tests.cluster.fake_compiler import cluster_of, costs_of
@@ -29,6 +31,7 @@ def two_nodes(*settings):
     return costs_for("h100:2x8", *settings, slow_bytes_per_s=4e8, **at_once)
 
 
+@pytest.mark.wide
 def test_a_small_model_on_many_devices_is_replicated():
     """64 devices spend their time on small gathers; the whole model fits on each."""
     found = searched(costs_for("h100:8x8", "batch_size=64"))
@@ -92,6 +95,7 @@ def test_the_ranking_is_by_time_and_then_by_memory():
     assert all(abs(a.step_s / b.step_s - 1) > 0.002 for a, b in itertools.pairwise(finalists))
 
 
+@pytest.mark.wide
 def test_meshes_that_cannot_be_annotated_are_refused_with_the_reason():
     """Of a width of 136: 256 devices would each hold most of it whole."""
     width = [f"model.{name}=136" for name in ("d_model", "d_ff", "vocab_size")]
@@ -101,6 +105,7 @@ def test_meshes_that_cannot_be_annotated_are_refused_with_the_reason():
     assert max(cost.variant.mesh["fsdp"] for cost in found.ranked) == 128
 
 
+@pytest.mark.wide
 def test_a_tensor_axis_stays_as_it_was_asked_for():
     found = searched(costs_for("h100:1x8", "model.n_layer=1"), tensor=2)
     assert {cost.variant.mesh["tensor"] for cost in found.ranked} == {2}

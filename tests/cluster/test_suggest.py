@@ -2,9 +2,11 @@
 
 import functools
 
+import pytest
+
+from jshard.cluster.comparison import VariantCompiler
 from jshard.cluster.compile import Variant
-from jshard.cluster.report import VariantCompiler
-from jshard.cluster.search import suggestions
+from jshard.cluster.suggest import suggestions
 from jshard.errors import RunError
 from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 
@@ -93,6 +95,7 @@ def test_what_was_asked_for_gives_way_to_what_is_suggested(monkeypatch):
     assert tried[0].command.startswith("jshard plan my_model.py --topology h100:1x8 --mesh replica=1,fsdp=8,tensor=1 ")
 
 
+@pytest.mark.wide
 def test_parameters_may_be_let_go_and_spread_wider(monkeypatch):
     """A model whose state fills a device: nothing but more shards can help."""
     mesh = mesh_of(HOST, replica=8)

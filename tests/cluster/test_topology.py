@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jshard.cluster import topology as module
-from jshard.cluster.compile import child_environment
+from jshard.cluster.child_process import child_environment
 from jshard.cluster.topology import TopologyError, parse_topology, require_compiler
 from jshard.errors import MissingExtraError
 from tests.gpu_compiler import needs_gpu_compiler
@@ -106,7 +106,7 @@ def test_a_compiler_of_another_version_is_named_with_the_version_to_install(monk
 
 def test_a_missing_assembler_is_named(monkeypatch):
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.10.2"))
-    monkeypatch.setattr(module, "_ptxas", lambda: False)
+    monkeypatch.setattr(module, "_has_ptxas", lambda: False)
     with pytest.raises(MissingExtraError, match="ptxas, CUDA's assembler, is missing") as error:
         require_compiler("gpu")
     assert error.value.do == "pip install nvidia-cuda-nvcc-cu12"

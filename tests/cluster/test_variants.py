@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jshard.cli._arguments import parse, parse_mesh
+from jshard.cli._arguments import parse
+from jshard.cli._devices import parse_mesh
 from jshard.cli.plan import PlanArgs
-from jshard.cluster.compile import GSPMD, Variant, command_line, strategies, variants_for
-from jshard.cluster.estimate import parse_known
+from jshard.cluster.compile import Variant, command_line
+from jshard.cluster.machine import parse_known
+from jshard.cluster.strategies import GSPMD, strategies, variants_for
 from jshard.errors import AnnotationError, ShardingError
 from jshard.recipes.overrides import override, parse_units
 from tests.cluster.fake_compiler import cluster_of, request_of

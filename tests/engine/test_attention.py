@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.kernels import KernelError
-from jshard.kernels.backend import TracedDevice
+from jshard.kernels.device import TracedDevice
 from tests.fake_cudnn import H100, fake_cudnn, trace_for
 
 B, T, H, G, K = 4, 16, 4, 2, 8

@@ -79,6 +79,7 @@ def test_loss_and_gradients_are_those_of_one_device(degrees, over_context):
     assert_exact(outcome(placed(mesh, over_context=over_context), LLAMA_FILE.loss_fn, batch), plain())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sync", ["each", "last"])
 def test_microbatches_are_those_of_one_device(sync):
     mesh = js.mesh(fsdp=2, context=4)
@@ -86,6 +87,7 @@ def test_microbatches_are_those_of_one_device(sync):
     assert_exact(outcome(placed(mesh), LLAMA_FILE.loss_fn, js.shard_batch(BATCH, mesh), grad), plain())
 
 
+@pytest.mark.wide
 def test_a_checkpoint_restores_onto_other_degrees(tmp_path):
     js.checkpoint.save(tmp_path / "saved", {"model": placed(js.mesh(fsdp=4, context=2))})
     for degrees in ({"fsdp": 2, "context": 4}, {"fsdp": 8}):

@@ -42,6 +42,7 @@ def of_step(model: Any, optimizer: Any, loss: Any, *batch: Any) -> tuple[int, in
     return equations(step, state, *batch)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("scanned", "most", "most_distinct"), [(False, 1.3, 0.8), (True, 2.95, 1.68)])
 def test_twelve_layers(scanned: bool, most: float, most_distinct: float) -> None:
     config, tx = Config(layers=12, scanned=scanned), optax.adamw(1e-3)

@@ -56,6 +56,7 @@ def of_experts():
     return js.audit(compile_to_read(step.lower(model, BATCH).lowered), model=model)
 
 
+@pytest.mark.wide
 def test_experts_lie_apart_and_are_sharded_besides(of_experts):
     gate = of_experts.plan.leaf("blocks/moe/experts/gate").placement
     assert gate.spec == (None, "expert", None, "fsdp") and gate.shards == 4
@@ -183,6 +184,7 @@ def one_device():
     return train(build(), loss_fn, (IDS,))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("degrees", "settings", "accumulate"),
     [
@@ -198,6 +200,7 @@ def test_in_other_settings_it_is_one_device(one_device, degrees, settings, accum
     assert_parity(build, annotate, loss_fn, (IDS,), grad=grad, wanted=one_device)
 
 
+@pytest.mark.wide
 def test_beside_context_it_is_one_device():
     """Stored over all three axes, experts over two and `expert`."""
     mesh, ids = js.mesh(fsdp=2, expert=2, context=2), IDS[:, :14]
@@ -207,6 +210,7 @@ def test_beside_context_it_is_one_device():
     assert model.layers[1].up.sharding.spec == P("expert", None, ("fsdp", "context"))
 
 
+@pytest.mark.wide
 def test_a_checkpoint_is_restored_onto_other_degrees(tmp_path):
     def state(**degrees):
         model = placed(build, annotator(js.mesh(**degrees)))
@@ -229,6 +233,7 @@ def test_a_checkpoint_is_restored_onto_other_degrees(tmp_path):
 DROPLESS = dataclasses.replace(MICRO_MOE, n_layer=1, capacity=0, n_shared=1, z_loss=0.01)
 
 
+@pytest.mark.wide
 def test_without_places_it_is_one_device():
     """With four experts a place, and with one, to which a token goes once at most."""
     build = lambda: build_moe(DROPLESS)
@@ -237,6 +242,7 @@ def test_without_places_it_is_one_device():
         assert_parity(build, moe_annotator(js.mesh(**degrees)), moe.loss_fn, (BATCH,), wanted=alone)
 
 
+@pytest.mark.wide
 def test_without_places_tokens_are_gathered_and_results_are_scattered():
     """And no parameters of experts are gathered over the axis."""
     model = js.abstract_init(lambda: build_moe(DROPLESS), moe_annotator(js.mesh(fsdp=2, expert=4)))

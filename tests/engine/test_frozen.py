@@ -230,6 +230,7 @@ def test_only_adapters_are_reduced():
     assert small["reduce_scatter"] == 0 and adapters <= small["psum"] <= adapters + 8
 
 
+@pytest.mark.wide
 def test_a_base_is_read_into_a_model_with_adapters_and_the_adapters_by_themselves(tmp_path):
     base = placed(build(rank=0), lora_annotator())
     js.checkpoint.save(tmp_path / "base", {"model": base})

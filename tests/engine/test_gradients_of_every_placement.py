@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.linen.layout import unboxed
+from jshard.linen.boxes import unboxed
 from tests.parity import flat, worst
 from tests.wide import slow, wide
 

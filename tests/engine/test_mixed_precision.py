@@ -63,6 +63,7 @@ def one_device_in_half(truth) -> float:
     return error(flat(grad(model, *BATCH)[1]), truth.gradients)
 
 
+@pytest.mark.wide
 def test_no_worse_than_half_precision_on_one_device(truth, one_device_in_half):
     model = half(js.mesh(replica=2))
     loss, grads = grad(model, *BATCH)
@@ -288,6 +289,7 @@ def test_pieces_are_gathered_in_the_dtype_that_they_are_computed_in():
     assert dtypes == {"bf16"}
 
 
+@pytest.mark.wide
 def test_parameters_that_keep_their_dtype_are_not_rounded_in_pieces():
     """Pieces hold what forward gathered, so gradients are those of a second gather, bit for bit."""
     precision = js.MixedPrecision(

@@ -95,6 +95,7 @@ def ups(path: Any, variable: Any) -> bool:
     return isinstance(variable, nnx.Param) and "up" in path
 
 
+@pytest.mark.wide
 def test_optimizer_state_lives_on_the_host_and_trains_the_same():
     found = trained(offload="optimizer")
     same(found, trained())
@@ -115,6 +116,7 @@ def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]
         assert all(kind == ("pinned_host" if large(path) else "device") for path, kind in kinds(tree).items())
 
 
+@pytest.mark.wide
 def test_what_is_frozen_has_no_gradient_that_goes_to_the_host():
     found = trained(offload="params", remat="offload", wrt=ups)
     same(found, trained(wrt=ups))

@@ -148,6 +148,7 @@ def disagreement(seed: int) -> str:
     return f"{seed}: {names}: {worst:.1e} ({rounding:.1e})" if worst > max(1e-4, 30 * rounding) else ""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "first", [0, *(wide(first) if first % 100 == 5 else slow(first) for first in range(5, 405, 20))]
 )

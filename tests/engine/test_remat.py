@@ -61,6 +61,7 @@ def products(text):
     return len(re.findall(r"= \S+ dot\(|custom_call_target=\"__onednn\$matmul", text))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("remat", [name if name in FEW else wide(name) for name in AGAIN])
 def test_what_is_computed_again(kept, remat):
     (loss, grads), num_products = kept

@@ -118,6 +118,7 @@ def noisy(loop: bool, remat: str) -> tuple[list[dict[str, np.ndarray]], dict[str
     return [flat(grad(model, *batch)) for _ in range(2)], flat(nnx.state(model, nnx.Not(nnx.Param)))
 
 
+@pytest.mark.wide
 def test_dropout_statistics_caches_and_auxiliary_losses():
     (loop_grads, loop_state), (scan_grads, scan_state) = noisy(True, "none"), noisy(False, "full")
     for a, b in zip(scan_grads, loop_grads, strict=True):

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 import jshard as js
 from jshard.kernels import KernelError
-from jshard.kernels.backend import TracedDevice
+from jshard.kernels.device import TracedDevice
 from tests.fake_cudnn import trace_for
 from tests.helpers import equations_run
 

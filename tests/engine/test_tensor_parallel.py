@@ -101,6 +101,7 @@ def test_nothing_else_goes_over_the_tensor_axis_but_tokens_and_scores(step):
     assert sum(row.total_bytes for row in rest) <= 2.1 * ACTIVATION
 
 
+@pytest.mark.wide
 def test_a_split_sequence_is_gathered_before_each_pair_of_products_and_scattered_after():
     audit = compiled(dataclasses.replace(MICRO, scan=True, split_sequence=True))
     found = of_blocks(audit, ("tensor",))

@@ -61,6 +61,7 @@ def assert_like_one_device(made: Config, mesh, size: int = 16, grad=None, **sett
         assert not np.asarray(variable.get_raw_value())[tuple(slice(n, None) for n in variable.shape[:1])].any()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("tied", "mesh", "size"),
     [(False, {"replica": 2}, 16), (True, {"devices": jax.devices()[:3]}, 30)],
@@ -79,6 +80,7 @@ def test_accumulated():
     assert_like_one_device(config(), js.mesh(), grad=grad)
 
 
+@pytest.mark.wide
 def test_in_a_stack_of_layers():
     assert_like_one_device(config(scanned=True, layers=3), js.mesh(replica=2))
 

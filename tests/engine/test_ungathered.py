@@ -99,6 +99,7 @@ def audited():
     return compiled, js.audit(compiled, model=model)
 
 
+@pytest.mark.wide
 def test_microbatches_reduced_at_the_end_are_those_of_one_device():
     """The others' copies are gathered once; the table has none, and its gradients are summed as they come."""
     grad = lambda f: js.value_and_grad(f, accumulate=2, sync="last")

@@ -10,8 +10,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jshard.data import DataError, files, load_text
-from jshard.data.text import HuggingFaceTokenizer, transformers_files
+from jshard.data import DataError, documents, files, load_text
+from jshard.data.tokenizer import HuggingFaceTokenizer, transformers_files
 from tests.fuzz.odd_inputs import NO_JSON, Input, check, damaged, each_change, every_fifth, json_texts
 
 DOCUMENT = {"text": "document é", "id": 3, "meta": {"a": [1]}}
@@ -229,7 +229,7 @@ def test_an_id_that_is_no_int32_is_an_error_without_a_vocabulary(read, odd):
 
 
 def test_a_line_without_an_end_takes_bounded_memory(read, monkeypatch):
-    monkeypatch.setattr(files, "_MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(documents, "_MOST_LINE_BYTES", 1 << 20)
     bomb = gzip.compress(bytes(50 << 20), 1)
 
     def refused(raw):

@@ -7,18 +7,19 @@ import warnings
 import pytest
 
 import jshard as js
-from jshard.checkpoint import timeline
+from jshard.checkpoint import history, timeline
 from jshard.cli import _request
 from jshard.cli._arguments import TrainArgs
-from jshard.cli.ckpt.timeline import run_timeline
+from jshard.cli.ckpt.timeline import run as run_timeline
 from jshard.errors import RunError, ShardingError
 from jshard.occupancy import measured
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, UnitPlan
+from jshard.train.attempts import begin_attempt, describe_attempts, end_attempt
 from jshard.train.expected import ExpectedStep
 from jshard.train.records import plot_loss, read_metrics
 from jshard.train.run_folder import RunFolder, _batch_sizes
-from jshard.train.run_record import RunRecord, begin_attempt, describe_attempts, end_attempt
+from jshard.train.run_record import RunRecord
 from tests.fuzz.odd_inputs import NO_JSON, check, damaged, each_change, every_fifth, json_texts, some_changes
 
 MOMENT = "2025-03-01T12:00:00.000+00:00"
@@ -112,7 +113,7 @@ class Reads:
         plot_loss(self.folder / "metrics.jsonl", self.folder / "loss.png")
 
     def history(self, raw):
-        path = self.folder / "checkpoints" / timeline.NAME
+        path = self.folder / "checkpoints" / history.NAME
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(json.dumps(OPERATION).encode() + b"\n" + raw)
         for each in timeline.timelines(path.parent, lambda text: text.encode()):

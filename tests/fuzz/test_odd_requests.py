@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from jshard.cli import _request
-from jshard.cli._arguments import TrainArgs, num_devices, open_mesh, parse, parse_mesh, parse_steps
+from jshard.cli import _recipe_request
+from jshard.cli._arguments import TrainArgs, parse, parse_steps
 from jshard.cli._config import with_config
+from jshard.cli._devices import num_devices, open_mesh, parse_mesh
 from jshard.cluster.topology import TopologyError, parse_topology
 from jshard.errors import ShardingError
 from jshard.facts.device_files import read_device
@@ -147,7 +148,7 @@ def config(name, raw):
     options = {field.name for field in dataclasses.fields(TrainArgs)}
     with_config(["gpt", "--config", name], options, known=options)
     args = dataclasses.replace(TrainArgs(Path("gpt")), config=Path(name))
-    args = _request._without_config(args, gpt()[0])
+    args = _recipe_request.without_config(args, gpt()[0])
     check_recipe(override(gpt()[1], args.set))
 
 

@@ -62,6 +62,7 @@ def test_memory_is_the_compilers(scanned: Audit):
     assert scanned.memory.peak_bytes >= found.argument_size_in_bytes + found.temp_size_in_bytes
 
 
+@pytest.mark.wide
 def test_a_whole_train_step_of_a_model_file():
     """The optimizer's part of the step gathers nothing: its amounts are those of the plan of the model."""
     file = load_model_file(Path(__file__).parents[1] / "micro_gpt.py")

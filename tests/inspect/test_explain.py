@@ -159,6 +159,7 @@ def test_activations_are_estimated_only_with_loss_and_batch_and_without_devices_
     assert found[0] == found[1] > 0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("reshard", [wide(True), False])
 def test_the_activations_estimate_is_close_to_the_compiled_program(reshard: bool):
     """What remat=full saves is the difference of the estimates, and about that of the programs' memory."""

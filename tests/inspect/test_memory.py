@@ -68,6 +68,7 @@ def test_a_trained_step_keeps_the_shares():
     assert bytes_on(device, grads) == memory_of(js.plan(model)).gradients_bytes
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("remat", [wide("none"), "full"])
 def test_temporary_memory_does_not_grow_with_depth(remat: str):
     """Twelve more layers cost their activations, a small part of what their gathered parameters would."""
@@ -76,6 +77,7 @@ def test_temporary_memory_does_not_grow_with_depth(remat: str):
     assert growth < (0.12 if remat == "none" else 0.01) * more_layers
 
 
+@pytest.mark.wide
 def test_temporary_memory_grows_with_the_unit():
     """Four times the unit, at the same depth, takes about four times the memory, and less than two units."""
     small, large = (temporary(config, remat="full", prefetch=0) for config in (SHALLOW, WIDE))
@@ -85,6 +87,7 @@ def test_temporary_memory_grows_with_the_unit():
     assert units[1] < large < 2 * units[1]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("remat", ["none", wide("full")])
 def test_what_is_kept_is_what_reshard_says(remat: str):
     """Not resharding keeps every layer's gathered parameters, hpZ the part that was asked for."""

@@ -384,6 +384,7 @@ def profiled(tmp_path_factory):
     return folder, step.compiled
 
 
+@pytest.mark.wide
 def test_a_real_profile(profiled):
     """The four shares sum to the step; each collective of the program is there, as often as it runs, with its unit."""
     folder, compiled = profiled

@@ -100,6 +100,7 @@ def test_a_train_state_is_born_sharded_and_trains_as_on_one_device():
     assert int(found.step) == 3
 
 
+@pytest.mark.wide
 def test_init_of_a_root_that_a_transformation_made_shards_its_parameters():
     kind = nn.vmap(Decoder, variable_axes={"params": None}, split_rngs={"params": False})
     model = js.fully_shard(kind(depth=1), mesh=js.mesh(), units=Block)
@@ -174,6 +175,7 @@ def lowered(model: nn.Module, plain: nn.Module) -> jax.stages.Lowered:
     return jax.jit(jax.value_and_grad(loss)).lower(params)
 
 
+@pytest.mark.wide
 def test_the_compiled_step_sends_what_the_plan_says():
     model = js.fully_shard(Scanned(256, 12), mesh=js.mesh(), units=Layer)
     found = js.audit(compile_to_read(lowered(model, Scanned(256, 12))), model=model)
@@ -217,6 +219,7 @@ class Odd(nn.Module):
         return nn.Dense(VOCAB, kernel_init=named)(Block(130)(x))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("plain", "degrees", "sync"),
     [
@@ -251,6 +254,7 @@ def test_reduced_at_the_end_the_compiled_step_sends_all_once():
     assert (gathered / whole, reduced / whole) == pytest.approx((1, 1), rel=0.05)
 
 
+@pytest.mark.wide
 def test_every_microbatch_draws_its_own_dropout_mask():
     model = js.fully_shard(Decoder(depth=1, rate=0.5), mesh=js.mesh(), units=Block)
     params = model.init(jax.random.key(0), X, train=False)["params"]

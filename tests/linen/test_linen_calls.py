@@ -163,6 +163,7 @@ class Sampler(nn.Module):
         return self.scaled(2.0)(x)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("width", [D, 65], ids=["even", "padded"])
 def test_in_global_view_a_model_calls_its_own_methods_as_plain_flax_does(width):
     x, rngs = np.ones((16, width), np.float32), {"gen": jax.random.key(1)}

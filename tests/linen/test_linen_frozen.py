@@ -106,6 +106,7 @@ def test_trains_as_on_one_device_and_leaves_the_frozen_alone():
     assert moments and all("Dense_0" in path for path in moments)
 
 
+@pytest.mark.wide
 def test_the_optimizer_leaves_out_frozen_parameters_whatever_the_gradients():
     """The step of plain Flax: `jax.grad` makes all gradients."""
     model = annotated()

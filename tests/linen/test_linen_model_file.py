@@ -23,7 +23,7 @@ from jshard.inspect.activations import activations
 from jshard.recipes.building import abstract_model, batch_of, create, new_model, restore
 from jshard.recipes.model_file import next_token_loss
 from jshard.recipes.step import inference_view
-from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
+from jshard.train import Recipe, RunOptions, TrainStep, load_model_file, run_recipe
 from tests.helpers import with_placement
 from tests.linen_models import VOCAB, Block, Decoder, Layer, Scanned, cross_entropy, differences
 from tests.micro_linen import Config
@@ -220,7 +220,7 @@ def test_a_checkpoint_of_a_run_is_read_by_a_loop_of_ones_own(tmp_path):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     data = load_text([text], sequence_length=RECIPE.sequence_length)
     how = {"mesh": js.mesh(replica=2), "out": tmp_path / "run", "sample_tokens": 0, "say": lambda line: None}
-    whole = run_recipe(FILE, recipe(**NOISY), data=data, **how)
+    whole = run_recipe(FILE, recipe(**NOISY), RunOptions(data=data, **how))
     model = js.fully_shard(Decoder(**NOISY), mesh=js.mesh(), units=Block)
     create = lambda: model.init(jax.random.key(1), batches(1)[0]["inputs"])["params"]
     like = {"model": js.abstract_init(create, model)}

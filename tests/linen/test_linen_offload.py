@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 from flax.training.train_state import TrainState
 
 import jshard as js
@@ -65,6 +66,7 @@ def same(found: Any, wanted: Any) -> None:
     assert (square(apart) / square(wanted)) ** 0.5 <= PARAMETER_TOLERANCE
 
 
+@pytest.mark.wide
 def test_state_lives_on_the_host_and_trains_the_same():
     found = trained()
     same(found.params, trained(offload=None).params)
@@ -119,6 +121,7 @@ def uneven(offload: str | None) -> TrainState:
     return step(state, X[:15], tokens()[1][:15])
 
 
+@pytest.mark.wide
 def test_state_that_is_padded_lives_there_too():
     found, wanted = uneven("params"), uneven(None)
     same(found.params, wanted.params)

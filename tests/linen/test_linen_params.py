@@ -122,6 +122,7 @@ def test_it_trains_as_in_plain_flax_and_is_sharded(form, units):
     assert report.ok, report
 
 
+@pytest.mark.wide
 def test_a_padded_one_trains_too():
     plain = Model("tuple", 65)
     wanted = trained(plain, plain.init(jax.random.key(0), X)["params"], optax.adam(1e-2))

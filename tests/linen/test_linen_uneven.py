@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 import jshard as js
 from jshard.errors import AnnotationError
-from jshard.linen.layout import Padded, is_padded
+from jshard.linen.boxes import Padded, is_padded
 from tests.engine.test_uneven import by_rows
 from tests.helpers import with_placement
 from tests.linen_models import creator

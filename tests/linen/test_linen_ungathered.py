@@ -81,6 +81,7 @@ def results(model: nn.Module, variables: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"], state)
 
 
+@pytest.mark.wide
 def test_gradients_equal_those_of_one_device():
     plain = Nested()
     model = js.fully_shard(plain, mesh=js.mesh(replica=2), units={"lookup/table": NEVER, Block: {}})
@@ -90,6 +91,7 @@ def test_gradients_equal_those_of_one_device():
     assert_same(nn.unbox(found), results(plain, nn.unbox(jax.device_get(variables))), 5e-6)
 
 
+@pytest.mark.wide
 def test_a_train_state_is_stored_and_trains_as_of_any_unit():
     mesh = js.mesh(replica=2)
     model, _ = made(Clicks(), mesh)

@@ -46,6 +46,7 @@ def test_trains_sharded_as_on_one_device():
     assert_parity_of("dhen", MICRO)
 
 
+@pytest.mark.wide
 def test_no_collective_has_the_size_of_a_table():
     """Neither a table nor its gradient, whole or in part; and its optimizer state lies as it does."""
     recipe = smaller(MICRO, batch_size=16, rows=(65_536, 65_536, 65_536))
@@ -66,6 +67,7 @@ def test_no_collective_has_the_size_of_a_table():
     assert memory.temp_size_in_bytes < 1.2 * 2 * 3 * shard_bytes
 
 
+@pytest.mark.wide
 def test_the_audit_agrees_with_the_plan():
     """XLA:CPU merges the second gather of unrolled layers with the first: so they are gathered once here."""
     recipe, file, mesh = tiny("dhen"), model_file("dhen"), js.mesh(replica=2, fsdp=4)
@@ -81,6 +83,7 @@ def test_the_audit_agrees_with_the_plan():
     assert there == rows_bytes and back <= rows_bytes  # between replicas rows are gathered apart
 
 
+@pytest.mark.wide
 def test_rows_that_no_sample_asks_for_stay_as_they_are():
     recipe = dataclasses.replace(MICRO, warmup_steps=0)
     model = dhen.build(recipe.model, nnx.Rngs(0))

@@ -89,6 +89,7 @@ def step_of(config, mesh, ids):
     return float(loss), {str(path): np.asarray(x, np.float32) for path, x in jax.tree.leaves_with_path(grads)}
 
 
+@pytest.mark.wide
 def test_kernels_of_pallas_leave_the_loss_as_it_is():
     """On a CPU their twins run; in float32 these do what Flax's layers do, in every bit."""
     ids = tokens((8, 17))

@@ -45,6 +45,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [wide("best two"), "best three"])
 def test_a_folder_of_mixtral_has_the_logits_of_its_formulas(name, tmp_path):
     weights = write_folder(tmp_path / "hf", MIXTURES[name])

@@ -64,6 +64,7 @@ def test_training_in_three_dimensions_is_that_of_one_device():
     assert_parity_of("llama", smaller(RECIPE, n_layer=1), replica=2, fsdp=2, tensor=2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_heads_of_another_width_train_as_on_one_device(name):
     """As in Mistral NeMo, whose 32 heads of 128 stand in a model of 5,120; stored checkpoints have the default."""
@@ -111,6 +112,7 @@ def test_every_parameter_has_a_name_at_hugging_face(tied):
     assert all(getattr(theirs, "transpose", False) == path.endswith("kernel") for path, theirs in names.items())
 
 
+@pytest.mark.wide
 def test_flops_are_those_of_the_traced_loss():
     """Traced in pieces of 8 queries, which look at hardly more than they may see."""
     size = {"n_head": 1, "n_kv_head": 1, "head_dim": 192, "d_model": 128, "d_ff": 256}

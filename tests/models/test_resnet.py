@@ -36,6 +36,7 @@ def test_flops_of_resnet50_are_the_published_4_1_billion_products_an_image():
     assert flops / 6 / recipe.batch_size == pytest.approx(4.09e9, rel=0.005)
 
 
+@pytest.mark.wide
 def test_trains_sharded_as_on_one_device_running_averages_included():
     assert_parity_of("resnet", MICRO)
 

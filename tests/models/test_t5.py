@@ -139,6 +139,7 @@ def test_decoder_sees_the_whole_input_and_the_past_of_the_target():
         assert (jnp.abs(logits - other).max(-1) > 1e-4).all()
 
 
+@pytest.mark.wide
 def test_padding_does_not_count():
     model, inputs, targets = build(), tokens((4, 20)), tokens((4, 12), seed=1)
     loss = nnx.jit(FILE.loss)
@@ -173,6 +174,7 @@ def test_flops_are_those_of_the_traced_loss():
 # ---- Sharded -----------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_sharded_training_is_that_of_one_device():
     real = [(batch["targets"] != spans.PAD).sum(-1) for batch in first_batches("t5", RECIPE)]
     assert len({int(number) for number in np.concatenate(real)}) > 1  # shards have different numbers of tokens

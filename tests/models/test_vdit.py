@@ -75,6 +75,7 @@ def test_fresh_model_predicts_zero_and_its_blocks_do_nothing():
     assert jnp.abs(call(awake(VIDEO), *inputs(VIDEO))).max() > 0.1
 
 
+@pytest.mark.wide
 def test_samples_draw_their_own_noise_wherever_they_are_in_the_batch():
     rng = np.random.default_rng(0)
     config, num = IMAGE, 2000
@@ -100,6 +101,7 @@ class Oracle(nnx.Module):
         return (self.video[...] - x) / (1 - t[:, None, None, None, None])
 
 
+@pytest.mark.wide
 def test_loss_is_zero_for_the_velocity_of_the_straight_line_alone():
     batch = first_batches("vdit", MICRO, steps=1)[0]
     oracle = Oracle(IMAGE, jnp.asarray(batch["video"]))
@@ -115,6 +117,7 @@ def test_sample_follows_the_velocity_to_the_video():
     np.testing.assert_allclose(found, video, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_zero3_trains_as_one_device():
     assert_parity_of("vdit", MICRO)
 

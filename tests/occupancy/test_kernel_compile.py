@@ -9,7 +9,7 @@ from benchmarks.kernels.compiled import assembler, compile_calls
 from benchmarks.kernels.table import assembled, calls
 from jshard import _compat
 from jshard.errors import MissingExtraError
-from jshard.occupancy.footprints import SHIPPED, SHIPPED_SOURCE
+from jshard.occupancy.shipped_kernels import SHIPPED, SHIPPED_SOURCE
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 
 

@@ -60,6 +60,7 @@ def test_each_knob_is_in_the_program(knobs, blocks):
     assert found.latency_ns == product_ns(M, N, K, kind=KIND)
 
 
+@pytest.mark.wide
 def test_blocks_are_no_more_than_tiles_or_multiprocessors_and_tiles_shrink_to_small_arrays():
     """Also on the shards of a mesh; and of a batch one kernel runs after another, as together they would fill a GPU."""
     (few,) = launches(lowered(matmul, of(500, K), of(K, 500)))
@@ -124,6 +125,7 @@ def test_norms_take_the_padding_a_block_for_eight_rows_and_four_on_a_multiproces
     assert forward.latency_ns == backward.latency_ns == traffic_ns(2 * 4 * 4096 * 128, kind=KIND)
 
 
+@pytest.mark.wide
 def test_inside_loops_remat_and_other_programs():
     """A loop has its kernel once; remat one more for backward."""
     call = functools.partial(matmul, occupancy=SMALL)
@@ -139,6 +141,7 @@ def test_inside_loops_remat_and_other_programs():
     assert sorted(names) == ["nn_tiled", "nn_tiled", "nt_tiled", "tn_tiled"]
 
 
+@pytest.mark.wide
 def test_a_policy_that_keeps_products_keeps_those_of_kernels():
     call = functools.partial(matmul, occupancy=Occupancy(**TILED))
 

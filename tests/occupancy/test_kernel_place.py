@@ -48,7 +48,7 @@ def test_on_a_hopper_the_kernel_but_not_for_other_dtypes_or_devices(hopper, monk
 def test_of_a_device_that_is_not_there_its_kind(kind, cores, found):
     with on((kind, "gpu", cores)):
         run = decide("matmul", "auto", None, ARRAYS)
-        assert (run.form, run.here.sms) == (found, cores)
+        assert (run.form, run.device.sms) == (found, cores)
 
 
 def test_axes_over_which_xla_splits_arrays():

@@ -45,12 +45,14 @@ def check_matmul(m, k, n, *, bias=True, dtype=jnp.bfloat16, occupancy=TILED, lea
     assert too_far({"y": y, **grads}, wanted | {"y": x64 @ w64 + bias * b64}) == {}
 
 
+@pytest.mark.wide
 @settings(max_examples=2, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
 @given(m=st.integers(1, 130), k=st.integers(1, 130), n=st.integers(1, 130), bias=st.booleans())
 def test_matmul_of_any_shape(m, k, n, bias):
     check_matmul(m, k, n, bias=bias)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("mkn", "how"),
     [
@@ -89,6 +91,7 @@ def mlp_arrays(activation, m, d, f, scale):
     return arrays | ({"w_gate": gate / scale} if gated else {"b_up": b_up, "b_down": b_down}), dy
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("activation", [wide("gelu"), "silu"])
 def test_mlp_errs_no_more_than_its_twin(activation):
     """Two roundings to bfloat16 lie in it, as in its twin, whose own error is the measure.
@@ -174,6 +177,7 @@ def test_under_vmap():
     assert error(jax.jit(jax.vmap(call))(x, w), x64 @ w64) <= SINGLE
 
 
+@pytest.mark.wide
 def test_in_a_loop():
     """The gradient of a scan over layers, against that with the twin."""
     x, ws = drawn(2, (20, 64), (3, 64, 64), scale=0.2)

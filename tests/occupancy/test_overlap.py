@@ -15,9 +15,10 @@ from jshard.errors import RunError
 from jshard.kernels import Occupancy
 from jshard.occupancy import footprint, gpu, measured
 from jshard.occupancy import overlap as module
-from jshard.occupancy.device import _walk, by_shape, products_of
-from jshard.occupancy.measured import Key, Timing, TuningEntry
-from jshard.occupancy.overlap import StepTimes, best_reserve
+from jshard.occupancy.measured import Key, TuningEntry
+from jshard.occupancy.products import by_shape, products_in, products_of
+from jshard.occupancy.step_times import PhaseTimes, best_reserve
+from jshard.occupancy.timings import Timing
 from tests.helpers import Config, abstract, loss_fn
 from tests.occupancy.on_h200 import H200 as H200_KIND
 from tests.occupancy.on_h200 import of, on
@@ -105,10 +106,10 @@ def test_fewer_threads_are_a_line_for_the_shell_and_fill_fewer_multiprocessors(p
 @pytest.mark.parametrize(
     ("times", "least", "most"),
     [
-        (StepTimes([1.0, 2.0], [0.01, 0.02], [0, 0]), 0, 1),  # hardly anything to hide
-        (StepTimes([1.0, 2.0], [1.5, 3.0], [0.1, 0.1]), 16, 16),  # more than there is to hide behind
-        (StepTimes([1.0, 2.0], [0.3, 0.6], [0, 0]), 3, 8),  # some of its blocks are enough
-        (StepTimes([1.0, 2.0], [0, 0], [1.0, 1.0]), 0, 0),  # nothing can hide it
+        ((PhaseTimes(1.0, 0.01, 0), PhaseTimes(2.0, 0.02, 0)), 0, 1),  # hardly anything to hide
+        ((PhaseTimes(1.0, 1.5, 0.1), PhaseTimes(2.0, 3.0, 0.1)), 16, 16),  # more than there is to hide behind
+        ((PhaseTimes(1.0, 0.3, 0), PhaseTimes(2.0, 0.6, 0)), 3, 8),  # some of its blocks are enough
+        ((PhaseTimes(1.0, 0, 1.0), PhaseTimes(2.0, 0, 1.0)), 0, 0),  # nothing can hide it
     ],
 )
 def test_no_more_is_left_than_pays(times, least, most):
@@ -162,7 +163,7 @@ def test_products_of_kernels_are_those_of_their_plain_forms(device):
     with on(device):
         jaxpr = jax.make_jaxpr(run)(of(2, 50, 64), of(64, 100), of(64, 100), of(100, 64), of(64, 70)).jaxpr
     assert ("[mosaic]" in str(jaxpr.eqns[1].source_info.name_stack)) == (device == H200_KIND)
-    found = sorted((p.kernel, p.shape) for p in _walk(jaxpr, inside=True, around=""))
+    found = sorted((p.kernel, p.shape) for p in products_in(jaxpr, in_region=True))
     assert found == [("matmul", "100x70x64"), *2 * [("mlp", "100x100x64")], ("mlp", "100x64x100")]
 
 
@@ -257,7 +258,7 @@ def test_in_several_processes_the_first_ones_measurements_count(model, products,
     heard = [[None, measured.text_of(entries)], [None, ""]]
     monkeypatch.setattr(measured, "is_primary", lambda: False)
     monkeypatch.setattr(_processes, "exchange", lambda topic, value, timeout_s, left: heard)
-    how = {"device": "h200", "loss": loss_fn, "batch": BATCH, "cache": tmp_path / "no such file"}
+    how = {"device": "h200", "loss_fn": loss_fn, "batch": BATCH, "cache": tmp_path / "no such file"}
     assert js.tune_overlap(model, **how).occupancy["matmul"].latency_ns == 90
     failure = {"kind": "CacheError", "is_request": True, "what": "bad", "why": "", "where": [], "do": ""}
     heard[0] = [failure, ""]

@@ -17,20 +17,13 @@ from jshard import _processes, cli
 from jshard.cli import tune as tune_command
 from jshard.kernels import Occupancy
 from jshard.occupancy import COPY_ENGINE, footprint, gpu, measured
-from jshard.occupancy.device import MatrixProduct, by_shape, device_named, products_of
-from jshard.occupancy.measured import MOST_SLOWER, Key, Timing, TuningEntry, latency_of, quickest
-from jshard.occupancy.tune import (
-    GpuBench,
-    ModelBench,
-    TuneError,
-    TuneRow,
-    load,
-    load_shape,
-    measure,
-    program_of,
-    settings_for,
-    tune,
-)
+from jshard.occupancy.device import device_named
+from jshard.occupancy.gpu_bench import GpuBench, load, load_shape, program_of
+from jshard.occupancy.measured import Key, TuningEntry
+from jshard.occupancy.products import MatrixProduct, by_shape, products_of
+from jshard.occupancy.timings import MOST_SLOWER, Timing, latency_of, quickest
+from jshard.occupancy.tune import TuneError, settings_for, tune
+from jshard.occupancy.tuning_bench import ModelBench, measure
 from tests.helpers import Config, abstract, loss_fn
 from tests.occupancy.on_h200 import lowered
 from tests.wide import wide
@@ -174,15 +167,14 @@ def test_everything_is_timed_in_every_round_and_medians_are_kept():
 
 def test_by_the_model_room_for_the_collective_pays_and_few_tiles_need_none():
     product = MatrixProduct(kernel="matmul", m=8192, n=4096, k=4096, dtype="bfloat16")
-    row = TuneRow(product, 1, "-", 0, load_ns=200_000)
     settings = settings_for(H200, RING, product)
-    bench = ModelBench(H200, RING, row, settings)
+    bench = ModelBench(H200, RING, product, 200_000, settings)
     reserved, whole = Occupancy(reserved_sms=16), Occupancy()
     assert bench.time_ns(reserved, beside=False) == bench.time_ns(reserved, beside=True)  # the load is hidden
     assert bench.time_ns(whole, beside=True) == bench.time_ns(whole, beside=False) + 200_000  # it waits
     assert bench.time_ns(reserved, beside=True) < bench.time_ns(None, beside=True)
     few = MatrixProduct(kernel="matmul", m=512, n=512, k=8192, dtype="bfloat16")
-    bench = ModelBench(H200, RING, dataclasses.replace(row, product=few), settings_for(H200, RING, few))
+    bench = ModelBench(H200, RING, few, 200_000, settings_for(H200, RING, few))
     assert bench.time_ns(whole, beside=True) == max(bench.time_ns(whole, beside=False), 200_000)
 
 
@@ -216,7 +208,7 @@ def test_products_are_measured_once_and_kept(model, tmp_path):
     tuned(model, path, bench=never)
     tuned(model, path, bench=bench, again=True)
     assert len(made) == 4
-    shaped = js.tune_overlap(model, device="h200", loss=loss_fn, batch=BATCH, cache=path)
+    shaped = js.tune_overlap(model, device="h200", loss_fn=loss_fn, batch=BATCH, cache=path)
     assert shaped.occupancy["matmul"].latency_ns == 100_000 and shaped.occupancy["matmul"].reserved_sms == 16
 
 

@@ -21,8 +21,8 @@ import jshard as js
 from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
-from jshard.checkpoint import file_io, saving, series_store, storage
-from jshard.checkpoint.dealing import HeldState
+from jshard.checkpoint import file_io, saving, shared_folder, storage
+from jshard.checkpoint.host_snapshot import HostSnapshot
 from jshard.checkpoint.saving import SaveOperation
 from jshard.errors import FourPartError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
@@ -71,7 +71,7 @@ def bucket():
 
 def not_shared():
     """Each process is given a folder of its own."""
-    series_store.SHOWN_S = 0.5
+    shared_folder.SHOWN_S = 0.5
     own = checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}")  # it meets nobody, and makes nothing
     assert own.latest() is None and not own.folder.exists()
     return reported(lambda: own.save(1, state(1)))
@@ -184,7 +184,7 @@ def apart():
     found["no data"] = save(f=print if PROCESS == 1 else 1)
     for process, owner, part in (
         (0, SaveOperation, "_prepare"),
-        (1, HeldState, "__init__"),
+        (1, HostSnapshot, "__init__"),
         (1, storage, "save_async"),
     ):
         works = getattr(owner, part)

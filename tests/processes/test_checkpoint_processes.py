@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jshard import checkpoint
+from jshard.checkpoint import history
 from jshard.checkpoint.timeline import timelines
 from tests import compiling
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
@@ -150,7 +151,7 @@ def assert_good(folder):
     steps = ckpt.steps()
     assert steps and ckpt.latest() == steps[-1]
     assert steps == list(range(steps[0], steps[-1] + 1)) and len(steps) in (min(steps[-1], 3), 4)
-    completed = [line["step"] for line in checkpoint.timeline.read(folder) if line["error"] is None]
+    completed = [line["step"] for line in history.read(folder) if line["error"] is None]
     assert steps[-1] in (completed[-1], completed[-1] + 1)
     for step in steps:
         found = ckpt.restore(

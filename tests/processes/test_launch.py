@@ -13,7 +13,7 @@ import pytest
 
 import jshard as js
 from jshard import launch
-from jshard.launch import worker, worker_process
+from jshard.launch import gpu_share, worker
 from jshard.launch.peers import Ending, cause
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
@@ -210,12 +210,12 @@ def test_timeouts_are_positive(value, bad):
 
 
 def test_gpus_are_shared_out(monkeypatch):
-    monkeypatch.setattr(worker_process, "_has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(gpu_share, "_has_cuda_plugin", lambda: True)
 
     def ids(environ):
         start = {"kind": "local", "coordinator": "a:1", "num_processes": 2, "process_id": 1, "variables": {}}
         place = launch.Cluster(**start, local_id=1, local_size=2)
-        return worker_process.device_ids_of(place, environ).get("JAX_LOCAL_DEVICE_IDS")
+        return gpu_share.device_ids_of(place, environ).get("JAX_LOCAL_DEVICE_IDS")
 
     assert ids({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == "2,3"
     assert ids({"CUDA_VISIBLE_DEVICES": "7", "JAX_PLATFORMS": "cpu"}) is None

@@ -11,7 +11,7 @@ import pytest
 
 import jshard as js
 from jshard import launch
-from jshard.launch import worker_process
+from jshard.launch import gpu_share
 from jshard.launch.launchers import first_host
 from tests.processes.launching import HERE, fake
 
@@ -198,11 +198,11 @@ def test_the_first_node_is_that_of_scontrol(tmp_path):
     ],
 )
 def test_the_process_of_a_launcher_takes_its_share_of_the_gpus(monkeypatch, place, gpus, ids):
-    monkeypatch.setattr(worker_process, "_has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(gpu_share, "_has_cuda_plugin", lambda: True)
     cluster = launch.Cluster(kind="slurm", coordinator="a:1", num_processes=8, process_id=1, variables={}, **place)
-    found = worker_process.device_ids_of(cluster, {"CUDA_VISIBLE_DEVICES": gpus})
+    found = gpu_share.device_ids_of(cluster, {"CUDA_VISIBLE_DEVICES": gpus})
     assert found == ({} if ids is None else {"JAX_LOCAL_DEVICE_IDS": ids})
-    assert worker_process.device_ids_of(cluster, {"JAX_LOCAL_DEVICE_IDS": "7"}) == {}
+    assert gpu_share.device_ids_of(cluster, {"JAX_LOCAL_DEVICE_IDS": "7"}) == {}
 
 
 def run_by(*launcher, **variables):

@@ -8,8 +8,8 @@ import yaml
 
 from jshard import launch
 from jshard.cli._arguments import TrainArgs, parse
+from jshard.launch.addresses import roll_call_port
 from jshard.launch.cluster import REQUEST, RESUME
-from jshard.launch.rendezvous import roll_call_port
 
 ROOT = Path(__file__).parents[2]
 JOBSET = yaml.safe_load((ROOT / "launch" / "train.yaml").read_text())

@@ -17,10 +17,11 @@ import pytest
 import jshard as js
 from jshard import launch
 from jshard.errors import RunError
-from jshard.launch import cluster, rendezvous, worker
+from jshard.launch import addresses, worker
 from jshard.launch.link import Link, close_all
 from jshard.launch.messages import sealed
 from jshard.launch.peers import Peers
+from jshard.launch.rendezvous import Rendezvous
 from jshard.launch.restarts import History
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
@@ -58,7 +59,7 @@ def gather(*places, deadlines=DEADLINES, before=lambda: None):
 
     def attend(index):
         try:
-            with contextlib.closing(rendezvous.RollCall(places[index], deadlines)) as call:
+            with contextlib.closing(Rendezvous(places[index], deadlines)) as call:
                 results[index] = call.meet(History(left=0)).peers
         except Exception as error:
             results[index] = error
@@ -169,14 +170,14 @@ def test_strangers_on_the_port_are_passed_over(ports):
 
 def test_a_stop_ends_the_waiting(ports):
     asked = []
-    call = rendezvous.RollCall(place(ports, 0), DEADLINES)
+    call = Rendezvous(place(ports, 0), DEADLINES)
     assert call.meet(History(left=0), stopped=lambda: len(asked) > 2 or asked.append(1)) is None
     call.close()
 
 
 def test_the_port_under_slurm_is_not_that_of_the_next_job():
     slurm = launch.Cluster(kind="slurm", coordinator="a:62344", num_processes=2, process_id=0, variables={})
-    assert rendezvous.roll_call_port(slurm) == 62344 - 4096  # the next job has 62345 for its coordinator
+    assert addresses.roll_call_port(slurm) == 62344 - 4096  # the next job has 62345 for its coordinator
 
 
 @pytest.mark.parametrize("data", [b"no json\n", b"[1]\n", b"x" * 20000, b"[" * 5000 + b"\n", b"\xff\n"])
@@ -290,7 +291,7 @@ def test_a_stop_of_all_needs_no_report(ports):
 
 def test_a_hello_with_another_token_is_refused_and_ends_no_run(ports, capfd, monkeypatch):
     monkeypatch.setenv("JSHARD_TOKEN", "theirs")
-    stale = rendezvous.RollCall(place(ports, 1), SHORT)
+    stale = Rendezvous(place(ports, 1), SHORT)
     monkeypatch.setenv("JSHARD_TOKEN", "ours")
 
     refused = []
@@ -301,11 +302,11 @@ def test_a_hello_with_another_token_is_refused_and_ends_no_run(ports, capfd, mon
         except RunError as error:
             refused.append(error)
 
-    with contextlib.closing(rendezvous.RollCall(place(ports, 0), DEADLINES)) as call:
+    with contextlib.closing(Rendezvous(place(ports, 0), DEADLINES)) as call:
         threading.Thread(target=come).start()
         begun = time.monotonic()
         assert call.meet(History(left=0), stopped=lambda: bool(refused) or time.monotonic() - begun > 60) is None
-        assert call.door.refused
+        assert call.listener.refused
     assert "another token" in str(refused[0])
     assert capfd.readouterr().err.startswith(f"port {ports[1]}: a hello with another token refused, from 127.0.0.1\n")
     results = gather(place(ports, 0), place(ports, 1))
@@ -315,16 +316,16 @@ def test_a_hello_with_another_token_is_refused_and_ends_no_run(ports, capfd, mon
 
 def test_a_hello_is_of_no_use_a_second_time(ports):
     """Who has heard one cannot say it again: the number that it proves is another one."""
-    with contextlib.closing(rendezvous.RollCall(place(ports, 0), DEADLINES)) as call:
+    with contextlib.closing(Rendezvous(place(ports, 0), DEADLINES)) as call:
         hello = {"process": 1, "of": 2, "at": "x", "host": "h", "port": 0, "waited_s": 0.0, "nonce": "n"}
         message = {"hello": hello, "history": dataclasses.asdict(History(left=0))}
         with socket.create_connection(("127.0.0.1", ports[1])) as again:
             again.sendall(sealed(message, call.token, "an earlier number") + b"\n")
-            assert call.meet(History(left=0), stopped=lambda: call.door.refused == 1) is None
+            assert call.meet(History(left=0), stopped=lambda: call.listener.refused == 1) is None
 
 
 def test_the_token_is_a_secret_where_it_is_given():
-    of = lambda **environ: cluster.token_of(dataclasses.replace(SLURM, variables=environ), environ)
+    of = lambda **environ: addresses.token_of(dataclasses.replace(SLURM, variables=environ), environ)
     assert of(SLURM_JOB_ID="7") == of(SLURM_JOB_ID="7") != of(SLURM_JOB_ID="8")
     assert of(SLURM_JOB_ID="7", SLURM_STEP_ID="1") != of(SLURM_JOB_ID="7", SLURM_STEP_ID="2")
     assert of(JSHARD_TOKEN="x", SLURM_JOB_ID="7") == b"x"
@@ -347,10 +348,10 @@ def test_ports_listen_on_the_address_of_process_0(monkeypatch, address, environ,
     def resolve(*_, **__):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address or "192.0.2.1", 0))]
 
-    monkeypatch.setattr(cluster.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", resolve)
     if address is not None:
-        monkeypatch.setattr(cluster.socket.socket, "bind", lambda self, at: None)
-    assert cluster.bind_host(SLURM, environ) == expected
+        monkeypatch.setattr(addresses.socket.socket, "bind", lambda self, at: None)
+    assert addresses.bind_host(SLURM, environ) == expected
 
 
 @pytest.mark.skipif("jax_mtls_cert_file" in jax.config.values, reason="this JAX has mutual TLS")

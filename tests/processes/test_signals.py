@@ -19,11 +19,11 @@ COMMAND = (
 )
 RUN = """\
 from pathlib import Path
-from jshard.launch import StallWatch, StopSignal, doing
+from jshard.launch import StallWatch, StopSignal, set_phase
 with StopSignal() as stop:
     watch = StallWatch(again="jshard train gpt --resume")
-    with watch.over(Path("stalls"), stop=stop, alone=lambda: "nothing is saved", say=print):
-        doing({phase!r})
+    with watch.over(Path("stalls"), stop=stop, describe_saved=lambda: "nothing is saved", say=print):
+        set_phase({phase!r})
         BUSY
 """
 

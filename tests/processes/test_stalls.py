@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import jshard as js
-from jshard.launch import StallWatch, stall
+from jshard.launch import StallWatch, phases
 from jshard.launch.peers import Ending, cause
-from jshard.launch.stall import Stand
+from jshard.launch.process_status import ProcessStatus
 from tests.processes.test_two_processes import TWO, Command, last_step
 
 MODEL = Path(__file__).parents[2] / "benchmarks" / "faults_model.py"
@@ -43,7 +43,7 @@ def test_data_that_do_not_come_are_named(stalling):
     assert "--resume" in said and "Traceback" not in said
     kept = sorted(path.name.rpartition("-")[2] for path in (out / "stalls").iterdir())
     assert kept == ["0.txt", "1.txt"]  # of each process, with the main thread of the one that waits
-    assert all("in _steps" in path.read_text() for path in (out / "stalls").iterdir())
+    assert all("in _train" in path.read_text() for path in (out / "stalls").iterdir())
 
 
 @pytest.mark.wide
@@ -98,27 +98,27 @@ def test_a_run_whose_data_hang_when_it_is_asked_to_stop_ends(stalling):
 
 def test_the_deadline_of_a_step_hangs_on_the_steps_before():
     watch = StallWatch()
-    assert watch.deadline() == (None, "")  # while the run starts
+    assert watch.deadline().limit_s is None  # while the run starts
     brief = StallWatch(timeout_s=5)
     for each in (watch, brief):
-        each.doing(stall.STEP)
-        assert each.deadline()[0] == 1800  # for the first step, while others may still compile
+        each.set_phase(phases.STEP)
+        assert each.deadline().limit_s == 1800  # for the first step, while others may still compile
         each.step_done(1)
-    assert (watch.deadline()[0], brief.deadline()[0]) == (1800, 5)
+    assert (watch.deadline().limit_s, brief.deadline().limit_s) == (1800, 5)
     for span_s, deadline_s in ((0.1, 60), (10.0, 200), (1000.0, 1800)):
-        watch._spans.clear()
-        watch._spans.extend([span_s] * 9 + [9999.0])
+        watch._step_times_s.clear()
+        watch._step_times_s.extend([span_s] * 9 + [9999.0])
         watch._measure()
-        assert watch.deadline()[0] == deadline_s
-    watch.doing(stall.SAVE)
-    assert watch.deadline()[0] == 1800
+        assert watch.deadline().limit_s == deadline_s
+    watch.set_phase(phases.SAVE)
+    assert watch.deadline().limit_s == 1800
     with pytest.raises(js.ShardingError, match="--stall-timeout nan"):
         StallWatch(timeout_s=float("nan"))
 
 
 def test_the_one_that_is_behind_among_several():
-    def ending(process, **stand):
-        return Ending(process=process, host="a", stand=Stand(**stand))
+    def ending(process, **status):
+        return Ending(process=process, host="a", status=ProcessStatus(**status))
 
     stopped = ending(3, marks=9, state="T (stopped)")
     behind = ending(2, marks=5, waits=True)

@@ -13,12 +13,12 @@ import pytest
 
 from jshard import launch
 from jshard.errors import RunError
-from jshard.launch import rendezvous
-from jshard.launch.cluster import open_port
-from jshard.launch.door import Door, Hello
+from jshard.launch.addresses import open_port
 from jshard.launch.keeper import ADDRESS, Keeper, KeeperClient
 from jshard.launch.link import Link
+from jshard.launch.listener import Hello, Listener
 from jshard.launch.messages import LINE_BYTES, decoded, opened, parsed, sealed
+from jshard.launch.rendezvous import Rendezvous
 from jshard.launch.restarts import History
 from tests.processes import launching
 
@@ -59,36 +59,36 @@ hostile = pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
 
 
 @contextlib.contextmanager
-def open_door():
-    with contextlib.closing(Door(open_port("127.0.0.1"), TOKEN)) as door:
-        yield door
+def open_listener():
+    with contextlib.closing(Listener(open_port("127.0.0.1"), TOKEN)) as listener:
+        yield listener
 
 
-def connected(door):
-    return socket.create_connection(("127.0.0.1", door.port), timeout=20)
+def connected(listener):
+    return socket.create_connection(("127.0.0.1", listener.port), timeout=20)
 
 
-def admitted(door):
+def admitted(listener):
     """Whether a peer that waits for the nonce, and answers it, is let in."""
-    with connected(door) as peer:
+    with connected(listener) as peer:
         lines = peer.makefile("rb")
-        until(lambda: door.knocks() == [] and peer.recv(1, socket.MSG_PEEK))
+        until(lambda: listener.join_requests() == [] and peer.recv(1, socket.MSG_PEEK))
         nonce = json.loads(lines.readline())["nonce"]
         message = {"hello": HELLO, "history": HISTORY}
         peer.sendall(sealed(message, TOKEN, nonce) + b"\n")
-        knocks = []
-        until(lambda: knocks.extend(door.knocks()) or knocks)
-        for knock in knocks:
-            knock.link.drop()
-        return [knock.hello.process for knock in knocks] == [1]
+        requests = []
+        until(lambda: requests.extend(listener.join_requests()) or requests)
+        for request in requests:
+            request.link.drop()
+        return [request.hello.process for request in requests] == [1]
 
 
 @hostile
 def test_no_line_of_a_stranger_ends_a_roll_call(line):
-    with open_door() as door, connected(door) as stranger:
+    with open_listener() as listener, connected(listener) as stranger:
         stranger.sendall(line + b"\n")
-        until(lambda: door.knocks() == [] and door.refused == 1)
-        assert admitted(door)
+        until(lambda: listener.join_requests() == [] and listener.refused == 1)
+        assert admitted(listener)
 
 
 @hostile
@@ -110,7 +110,7 @@ def test_no_line_of_a_stranger_in_place_of_process_0_ends_a_worker(line):
         place = launch.Cluster(
             kind="test", coordinator="127.0.0.1:1", num_processes=2, process_id=1, variables=variables
         )
-        call = rendezvous.RollCall(place, launch.Deadlines(init_s=0.3))
+        call = Rendezvous(place, launch.Deadlines(init_s=0.3))
         with contextlib.closing(call), pytest.raises(RunError, match="Process 0 cannot be reached"):
             call.meet(History(left=0))
         server.shutdown(socket.SHUT_RDWR)
@@ -149,12 +149,12 @@ def test_no_line_is_decoded_to_what_cannot_be_used(line):
     ],
 )
 def test_a_peer_whose_hello_has_other_fields_is_not_admitted(hello):
-    with open_door() as door, connected(door) as peer:
-        until(lambda: door.knocks() == [] and peer.recv(1, socket.MSG_PEEK))
+    with open_listener() as listener, connected(listener) as peer:
+        until(lambda: listener.join_requests() == [] and peer.recv(1, socket.MSG_PEEK))
         nonce = json.loads(peer.makefile("rb").readline())["nonce"]
         peer.sendall(sealed({"hello": hello, "history": HISTORY}, TOKEN, nonce) + b"\n")
-        until(lambda: door.knocks() == [] and peer.recv(1) == b"")
-        assert door.knocks() == []
+        until(lambda: listener.join_requests() == [] and peer.recv(1) == b"")
+        assert listener.join_requests() == []
 
 
 def test_a_flag_is_no_number():
@@ -233,7 +233,7 @@ def test_idle_connections_do_not_keep_a_run_from_starting():
         place = launch.Cluster(
             kind="test", coordinator="127.0.0.1:1", num_processes=2, process_id=process, variables=variables
         )
-        return rendezvous.RollCall(place, deadlines)
+        return Rendezvous(place, deadlines)
 
     with contextlib.closing(call(0)) as first, contextlib.closing(call(1)) as second, Crowd(port, 300):
         groups = []
@@ -251,14 +251,14 @@ def test_idle_connections_do_not_keep_a_run_from_starting():
             group.peers.close()
 
 
-def test_a_door_keeps_few_strangers_and_the_newest():
-    with open_door() as door, contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(connected(door)) for _ in range(200)]
-        assert door.knocks() == []
-        assert len(door._visitors) <= 64
+def test_a_listener_keeps_few_strangers_and_the_newest():
+    with open_listener() as listener, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(connected(listener)) for _ in range(200)]
+        assert listener.join_requests() == []
+        assert len(listener._visitors) <= 64
         strangers[0].makefile("rb").readline()  # the nonce
         assert strangers[0].recv(1000) == b""
-        assert admitted(door)
+        assert admitted(listener)
 
 
 def test_idle_connections_do_not_keep_a_worker_from_the_keeper():

@@ -104,7 +104,7 @@ def test_a_data_worker_has_the_files_beside_a_model_and_its_own_libraries(folder
                 return [module.Source()[number] for number in ids]
         worker.send(cloudpickle.dumps(Reader()))
         worker.send(pickle.dumps([1, 2]))
-        print(worker.receive("samples"))
+        print(tuple(worker.receive("samples")))
         assert sys.path[0] == str(Path.cwd())
         worker._pipe.close()
         assert worker.joined() == 0

@@ -14,7 +14,7 @@ from jshard.cli._arguments import TrainArgs
 from jshard.cli._request import request_of
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Cost
-from jshard.cluster.estimate import machine_here
+from jshard.cluster.machine import machine_here
 from jshard.cluster.search import Search
 from jshard.inspect.memory import memory_of
 from jshard.inspect.tables import printed
@@ -103,7 +103,7 @@ def folder(tmp_path, monkeypatch):
         tried.append((mesh.shape["fsdp"], unit.reshard_after_forward, unit.remat, recipe.accumulate))
         return [1.0 if mesh.shape["fsdp"] == 4 and unit.remat == "none" else 5.0 + len(tried)]
 
-    monkeypatch.setattr(auto, "_steps_s", steps_s)
+    monkeypatch.setattr(auto, "_step_times_s", steps_s)
     return tmp_path, tried
 
 

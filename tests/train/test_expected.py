@@ -63,6 +63,7 @@ def change(name, at, value):
         json.dump(plan, file)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["cpu.json", "gpu.json"])
 def test_a_run_as_planned_says_so_and_trains(folder, capsys, name):
     assert cli.main([*ARGUMENTS, "--expect", name]) == 0

@@ -16,7 +16,7 @@ from jshard.data import Data
 from jshard.errors import RunError
 from jshard.recipes.building import new_model
 from jshard.recipes.model_file import ModelFile, next_token_loss
-from jshard.train import Recipe, TrainStep, fit, run_recipe
+from jshard.train import Recipe, RunOptions, TrainStep, fit, run_recipe
 from jshard.train.first_loss import explained
 
 HERE = pathlib.Path(__file__)
@@ -89,7 +89,7 @@ def batch_of(rows):
 
 def reported(model_file, recipe, batch, wrong="loss"):
     model = new_model(model_file, recipe, js.mesh())
-    settings = {"step": 1, "wrong": {wrong: float("nan")}, "source": "as it is initialised"}
+    settings = {"step": 1, "not_finite": {wrong: float("nan")}, "source": "as it is initialised"}
     return text_of(explained(model_file, recipe, model, batch, **settings))
 
 
@@ -108,12 +108,15 @@ def line(text):
     return f"{HERE.name}:{number}"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("build", [Model, LinenModel])
 def test_a_token_beyond_the_table_is_named(build, tmp_path):
     rows = samples(token=60, at=5)
     data = Data(train=rows, held_out=samples(), description="ids", fingerprint="ids")
     with pytest.raises(RunError) as error:
-        run_recipe(file(build=build), recipe(), mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)
+        run_recipe(
+            file(build=build), recipe(), RunOptions(mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)
+        )
     found = text_of(error.value)
     place = line("x = self.table(ids)" if build is Model else 'name="table")(ids)')
     assert found.startswith("Row 60 of table/embedding does not exist.\n")
@@ -131,10 +134,13 @@ def test_a_position_beyond_the_table_is_named():
     assert "--set model.block_size=12, or --set sequence_length=8" in found
 
 
+@pytest.mark.wide
 def test_a_parameter_that_was_not_finite_before_is_named(tmp_path):
     data = Data(train=samples(), held_out=samples(), description="ids", fingerprint="ids")
     with pytest.raises(RunError) as error:
-        run_recipe(file(), recipe(spoiled=True), mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)
+        run_recipe(
+            file(), recipe(spoiled=True), RunOptions(mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)
+        )
     found = text_of(error.value)
     assert found.startswith("down/kernel is not finite.\n")
     assert "down/kernel[3, 5] = nan" in found and "1 of its 65,536 values" in found
@@ -206,9 +212,9 @@ def test_a_label_beyond_the_logits_is_named():
 def test_a_resumed_run_names_its_checkpoint(tmp_path):
     data = Data(train=samples(), held_out=samples(), description="ids", fingerprint="ids")
     how = {"mesh": js.mesh(), "data": data, "out": tmp_path / "run", "sample_tokens": 0, "say": lambda line: None}
-    run_recipe(file(), dataclasses.replace(recipe(), num_steps=1), **how)
+    run_recipe(file(), dataclasses.replace(recipe(), num_steps=1), RunOptions(**how))
     with pytest.raises(RunError) as error:
-        run_recipe(file(log_of_less_than_nothing), recipe(), resume=True, **how)
+        run_recipe(file(log_of_less_than_nothing), recipe(), RunOptions(resume=True, **how))
     found = text_of(error.value)
     assert found.startswith("`log` yields a value that is not finite.\n") and "at step 2, before any update" in found
 

@@ -10,13 +10,13 @@ import pytest
 
 from jshard import checkpoint
 from jshard._files import check_regular_files, open_in_place, read_bytes, replacing, write_text
-from jshard.checkpoint import timeline
+from jshard.checkpoint import history
 from jshard.checkpoint.errors import CheckpointWarning
-from jshard.checkpoint.storage import Owner, draft_of, remove_draft
+from jshard.checkpoint.ownership import Owner, draft_of, remove_draft
 from jshard.errors import FourPartError, ShardingError, UnsafeFileError
 from jshard.train.records import Jsonl, read_metrics
 from jshard.train.run_folder import RunFolder
-from jshard.train.run_record import RunLock
+from jshard.train.run_lock import RunLock
 from jshard.train.trackers import _run_id
 from tests.train.test_run_folder import RECORD, begin, read
 
@@ -161,7 +161,7 @@ def test_what_is_not_a_file_is_refused_at_once(run, kind, monkeypatch):
     with pytest.raises(FourPartError):
         read_metrics(run / "metrics.jsonl")
     with pytest.raises(FourPartError):
-        timeline.read(run)
+        history.read(run)
     with pytest.raises(FourPartError):
         checkpoint.restore(run / "c", like={"w": np.zeros(4)})
     with pytest.raises(FourPartError):

@@ -57,6 +57,7 @@ def batches(mesh):
     return [js.shard_batch({"inputs": x[:, :-1], "targets": x[:, 1:]}, mesh) for x in rows]
 
 
+@pytest.mark.wide
 def test_adapters_are_trained_over_the_base_of_another_run(base, tmp_path):
     path, model = base
     mesh = js.mesh(replica=2)

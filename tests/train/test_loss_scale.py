@@ -23,7 +23,7 @@ from jshard.errors import AnnotationError, RunError
 from jshard.recipes import building
 from jshard.recipes.building import optimizer_of
 from jshard.recipes.model_file import next_token_loss
-from jshard.train import ModelFile, Recipe, run_recipe
+from jshard.train import ModelFile, Recipe, RunOptions, run_recipe
 from jshard.train.records import read_metrics
 from tests.helpers import compile_to_read
 
@@ -217,12 +217,13 @@ def data(tmp_path_factory):
 def run(out: Path, data: Data, say: Any = lambda line: None, **settings: Any) -> list[dict[str, Any]]:
     """The metrics of a run, without times."""
     end = {"resume": settings.pop("resume", False), "sample_tokens": 0, "say": say}
-    run_recipe(model_file(), recipe(**settings), mesh=js.mesh(), data=data, out=out, **end)
+    run_recipe(model_file(), recipe(**settings), RunOptions(mesh=js.mesh(), data=data, out=out, **end))
     found = read_metrics(out / "metrics.jsonl")
     keys = ("step", "loss", "grad_norm", "loss_scale", "skipped_steps", "val_loss")
     return [{k: line[k] for k in keys if k in line} for line in found]
 
 
+@pytest.mark.wide
 def test_a_run_in_float16_skips_and_goes_on_bit_for_bit(data, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "LossScale", lambda: LossScale(initial=2.0**24, growth_interval=2))
     lines: list[str] = []
@@ -242,4 +243,4 @@ def test_a_run_that_only_overflows_ends(data, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "LossScale", lambda: LossScale(initial=2.0))
     file = dataclasses.replace(model_file(), loss_fn=lambda model, batch: 1e9 * next_token_loss(model, batch))
     with pytest.raises(RunError, match="at step 1, before any update"):
-        run_recipe(file, recipe(), mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)
+        run_recipe(file, recipe(), RunOptions(mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0))

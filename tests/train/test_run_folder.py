@@ -17,7 +17,8 @@ import jshard as js
 from jshard.errors import RunError, ShardingError
 from jshard.train import Recipe
 from jshard.train.run_folder import RunFolder
-from jshard.train.run_record import RunLock, RunRecord
+from jshard.train.run_lock import RunLock
+from jshard.train.run_record import RunRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +165,7 @@ def test_two_may_look_at_the_same_time(tmp_path):
 FORKS = """
 import os, sys
 from pathlib import Path
-from jshard.train.run_record import RunLock
+from jshard.train.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 os.write(1, b"%d\\n" % (os.fork() or os.getpid()))  # the child does so when its hooks have run
 sys.stdin.read()  # until the test ends
@@ -315,7 +316,7 @@ def open_together(monkeypatch, paths, record=RECORD, **kwargs):
     with monkeypatch.context() as patch:
         patch.setattr("jshard._processes.exchange", exchange)
         patch.setattr("jshard._processes.is_primary", lambda: process() == 0)
-        patch.setattr("jshard.train.run_folder._SHOWN_S", 0.3)
+        patch.setattr("jshard.train.run_folder._VISIBLE_S", 0.3)
         threads = [threading.Thread(target=one, name=str(number)) for number in range(len(paths))]
         for thread in threads:
             thread.start()

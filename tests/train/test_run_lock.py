@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from jshard.checkpoint import storage
-from jshard.train.run_record import RunLock
+from jshard.checkpoint import ownership
+from jshard.train.run_lock import RunLock
 
 
 @pytest.mark.parametrize(("folder_mode", "mode"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666), (0o700, 0o600)])
@@ -24,6 +24,6 @@ def test_a_lock_can_be_opened_only_by_those_who_may_write_beside_it(tmp_path, fo
 
 
 def test_the_lock_of_a_save_cannot_be_opened_by_others(tmp_path):
-    number = storage._locked(tmp_path / "1.owner", create=True)
+    number = ownership._open_and_lock(tmp_path / "1.owner", create=True)
     assert os.fstat(number).st_mode & 0o077 == 0
     os.close(number)

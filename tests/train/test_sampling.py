@@ -64,8 +64,8 @@ def test_the_likeliest_tokens_are_those_of_the_whole_forward_pass(name, sizes, c
 
 
 def test_a_full_window_is_read_again_by_the_same_two_programs(monkeypatch):
-    traced, decoded = [], sampling._decoded
-    monkeypatch.setattr(sampling, "_decoded", lambda *args: traced.append(args) or decoded(*args))
+    traced, decoded = [], sampling._decode
+    monkeypatch.setattr(sampling, "_decode", lambda *args: traced.append(args) or decoded(*args))
     _, sampler = sampler_of("gpt", mesh_of(EIGHT), Draw(temperature=0.0))
     text = sampler.continued(PROMPT, 20)
     assert len(text) == 25 and len(traced) == 2

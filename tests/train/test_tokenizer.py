@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jshard.data import DataError
-from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text, transformers_files
+from jshard.data.text import load_text
+from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, transformers_files
 
 TEXT = "def answer():\n    return 42\n\n\nclass Größe: pass\n"
 
@@ -73,8 +74,8 @@ def test_a_tokenizer_file_is_handed_on_as_it_is(tokenizer_file):
 
 
 def test_texts_of_a_batch_stay_apart(tokenizer_file, monkeypatch):
-    monkeypatch.setattr("jshard.data.text._PIECE_CHARS", 60)
-    monkeypatch.setattr("jshard.data.text._PIECES_AT_ONCE", 3)
+    monkeypatch.setattr("jshard.data.tokenizer._PIECE_CHARS", 60)
+    monkeypatch.setattr("jshard.data.tokenizer._PIECES_AT_ONCE", 3)
     tokenizer = HuggingFaceTokenizer(tokenizer_file)
     texts = [TEXT * 7, "", "short", "x" * 500, TEXT * 3 + "no line end"]
     batch = tokenizer.encode_batch([text.encode() for text in texts])

@@ -13,9 +13,10 @@ import pytest
 import jshard as js
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.model_file import load_model_file
-from jshard.train import trackers
+from jshard.train import register_tracker, trackers
 from jshard.train.records import Trackers
 from jshard.train.run import run_recipe
+from jshard.train.run_options import RunOptions
 
 # A stand-in for the package: it notes its calls as lines of JSON.
 WANDB = """
@@ -204,7 +205,7 @@ def test_a_missing_login_is_refused_before_anything_is_read_or_compiled(tmp_path
     _, recipe = model_file.recipe("tiny")
     unread = types.SimpleNamespace()  # every look at the data fails
     with pytest.raises(ShardingError, match="does not know who you are") as error:
-        run_recipe(model_file, recipe, mesh=js.mesh(), data=unread, out=tmp_path / "run", track=["wandb"])
+        run_recipe(model_file, recipe, RunOptions(mesh=js.mesh(), data=unread, out=tmp_path / "run", track=["wandb"]))
     assert "No API key configured." in error.value.why
     assert [*wandb_calls()] == [{"login": {"verify": True}}]
     assert not (tmp_path / "run").exists()
@@ -224,6 +225,59 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name(out):
     assert error.value.do == "--track tensorboard"
     with pytest.raises(ShardingError, match="--track tensorboard"):
         trackers.open_trackers(["mlflow"], out=out, config={})
+
+
+class Lines:
+    """A tracker that keeps what it receives."""
+
+    def __init__(self):
+        self.steps, self.is_closed = [], False
+
+    def log(self, step, scalars):
+        self.steps.append(step)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(trackers, "_trackers", dict(trackers._trackers))
+
+
+def test_a_registered_tracker_is_opened_by_its_name(out, registry):
+    opened = []
+
+    @register_tracker("lines")
+    def open_lines(run):
+        opened.append(run)
+        return Lines()
+
+    assert "lines" in trackers.available()
+    (tracker,) = trackers.open_trackers(["lines"], out=out, config={"seed": 0}, resume_after=5)
+    assert isinstance(tracker, Lines)
+    assert opened == [trackers.TrackedRun(folder=out, config={"seed": 0}, resume_after=5)]
+
+
+def test_a_registered_tracker_is_refused_without_its_package_or_by_its_check(out, registry):
+    def refuse():
+        raise ShardingError("No.", where="here", why="no reason.", do="nothing")
+
+    register_tracker("far", package="no_such_package")(lambda run: Lines())
+    register_tracker("shy", check=refuse)(lambda run: Lines())
+    with pytest.raises(ShardingError, match="no_such_package is not installed") as error:
+        trackers.open_trackers(["far"], out=out, config={})
+    assert error.value.do == "pip install no_such_package"
+    with pytest.raises(ShardingError, match="No"):
+        trackers.check_login(["shy"])
+
+
+def test_an_object_is_a_tracker_if_it_has_the_methods(out):
+    lines = Lines()
+    assert trackers.open_trackers([lines], out=out, config={}) == [lines]
+    with pytest.raises(ShardingError, match="not a tracker") as error:
+        trackers.check_trackers([lines, types.SimpleNamespace(log=print)])
+    assert "no method close" in error.value.why
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

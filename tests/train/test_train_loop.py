@@ -16,10 +16,20 @@ import pytest
 
 import jshard as js
 from jshard.errors import RunError
-from jshard.train import Every, Meter, StopSignal, fit, to_devices
-from jshard.train import loop as loop_module
-from jshard.train.loop import Agreement, Fitted
+from jshard.train import (
+    CheckpointHook,
+    EvaluationHook,
+    Meter,
+    PeriodicHook,
+    StopSignal,
+    fit,
+    stop_consensus,
+    to_devices,
+)
+from jshard.train.hooks import MemoryCopyHook
+from jshard.train.loop import Fitted
 from jshard.train.progress import Progress
+from jshard.train.stop_consensus import StopConsensus
 
 MESH = js.mesh()
 
@@ -66,11 +76,13 @@ def run(number=6, *, losses=None, start_step=0, on_log=lambda entry: None, **set
 
     log = Log()
     recorder = Recorder(log)
-    do = {
-        "evaluation": lambda step: log.append(f"evaluate {step}") or {"loss": 0.5},
-        "checkpoint": lambda step: log.append(f"save {step}"),
-    }
-    parts = {name: Every(steps=settings.pop(name), do=do[name]) for name in do if name in settings}
+    hooks = []
+    if "evaluation" in settings:
+        evaluate = lambda step: log.append(f"evaluate {step}") or {"loss": 0.5}
+        hooks.append(EvaluationHook(every=settings.pop("evaluation"), run=evaluate))
+    if "checkpoint" in settings:
+        hooks.append(CheckpointHook(every=settings.pop("checkpoint"), run=lambda step: log.append(f"save {step}")))
+    hooks += settings.pop("hooks", [])
     step = Step(log, losses)
     fitted = fit(
         step,
@@ -78,7 +90,7 @@ def run(number=6, *, losses=None, start_step=0, on_log=lambda entry: None, **set
         num_steps=number,
         start_step=start_step,
         tracker=recorder,
-        **parts,
+        hooks=hooks,
         **settings,
     )
     return fitted, list(log), recorder.scalars
@@ -112,6 +124,34 @@ def test_evaluations_and_checkpoints_come_in_order_and_after_the_last_step():
     assert log.index("save 4") < log.index("start 5")
 
 
+def test_hooks_of_ones_own_run_when_due_and_are_checked_after_every_step():
+    ran, checked = [], []
+
+    class OnlyStepTwo(PeriodicHook):
+        def is_due(self, step, last):
+            return step == 2
+
+    hooks = [
+        PeriodicHook(every=3, run=lambda step: ran.append(f"third {step}"), check=lambda: checked.append(None)),
+        OnlyStepTwo(every=None, run=lambda step: ran.append(f"second {step}")),
+    ]
+    run(7, hooks=hooks)
+    assert ran == ["second 2", "third 3", "third 6", "third 7"]
+    assert len(checked) == 7
+
+
+def test_copies_in_memory_are_made_neither_after_the_last_step_nor_at_a_stop():
+    copied = []
+    hooks = [MemoryCopyHook(every=2, run=copied.append)]
+    run(6, hooks=hooks)
+    assert copied == [2, 4]
+    copied.clear()
+    with StopSignal() as stop:
+        at_step_4 = lambda entry: os.kill(os.getpid(), signal.SIGTERM) if entry == "start 4" else None
+        fitted, log, _ = run(9, hooks=hooks, checkpoint=50, stop=stop, on_log=at_step_4)
+    assert fitted.step == 4 and copied == [2] and log[-1] == "save 4"
+
+
 def test_a_continued_run_counts_on():
     fitted, log, scalars = run(6, start_step=4, checkpoint=5)
     assert fitted.step == 6
@@ -140,10 +180,10 @@ def test_a_signal_saves_and_stops(number):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_known_before_python_hands_it_to_the_main_thread(number):
     with StopSignal() as stop:
-        assert stop.asked_s() is None
+        assert stop.stop_requested_at_s() is None
         os.write(stop._wakeup[1], bytes([number]))  # as the interpreter does, while that is in native code
-        assert stop.asked_s() is not None and stop.received is None
-    assert stop.asked_s() is not None
+        assert stop.stop_requested_at_s() is not None and stop.received is None
+    assert stop.stop_requested_at_s() is not None
 
 
 def test_a_stop_saves_before_it_evaluates():
@@ -181,41 +221,44 @@ def test_a_second_signal_a_second_later_ends_the_program_unless_a_supervisor_dec
 def test_all_processes_meet_before_the_first_step(monkeypatch):
     """The second one compiles for long: gloo, which connects them in the first collective, waits for it 30 s only."""
     met = []
-    monkeypatch.setattr(loop_module, "num_processes", lambda mesh: 2)
-    monkeypatch.setattr(loop_module, "exchange", lambda topic, said: met.append(topic) or [said, said])
+    monkeypatch.setattr(stop_consensus, "num_processes", lambda mesh: 2)
+    monkeypatch.setattr(stop_consensus, "exchange", lambda topic, said: met.append(topic) or [said, said])
     run(4, start_step=2, on_log=lambda entry: met.append(entry) if entry.startswith("start") else None)
     assert met[:2] == ["first step", "start 1"] and met.count("first step") == 1
 
 
 def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is_dear(monkeypatch):
     """The second process computes as long, and is sent the signal after step 70."""
-    agreement, now_s, asked_at = Agreement(MESH), [0.0], []
-    agreement.alone = False
+    consensus, now_s, asked_at = StopConsensus(MESH), [0.0], []
+    consensus.alone = False
 
     def exchange(topic, mine):
         asked_at.append(step)
         now_s[0] += 0.02  # the other one waits as long
         return [mine, [signal.SIGTERM if step > 70 else 0, *mine[1:]]]
 
-    monkeypatch.setattr(loop_module, "exchange", exchange)
+    monkeypatch.setattr(stop_consensus, "exchange", exchange)
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     for step in range(1, 200):
         now_s[0] += 0.01
-        if (found := agreement.asked(None, step)) is not None:
+        if (found := consensus.agreed_signal(None, step)) is not None:
             break
     assert (found, step) == (signal.SIGTERM, asked_at[-1])
     apart = np.diff(asked_at).tolist()
     assert apart[0] == 1 and all(19 <= steps <= 21 for steps in apart[1:])  # 0.02 s: a tenth of 20 steps
     step += 1
-    assert agreement.asked(None, step) is None and agreement.asked(None, step, is_idle=True) == signal.SIGTERM
-    assert agreement.slowest == {}
+    assert (
+        consensus.agreed_signal(None, step) is None
+        and consensus.agreed_signal(None, step, is_idle=True) == signal.SIGTERM
+    )
+    assert consensus.slowest == {}
 
 
 @pytest.mark.parametrize("part", ["data", "step"])
 def test_the_slowest_process_is_named(monkeypatch, part):
     """The second process waits 5 ms per step for its data, or comes 5 ms late to every meeting."""
-    agreement, now_s, before, step = Agreement(MESH), [0.0], {"took_s": 0.0, "step": 0}, 0
-    agreement.alone = False
+    consensus, now_s, before, step = StopConsensus(MESH), [0.0], {"took_s": 0.0, "step": 0}, 0
+    consensus.alone = False
 
     def exchange(topic, mine):
         now_s[0] += 0.02
@@ -224,12 +267,12 @@ def test_the_slowest_process_is_named(monkeypatch, part):
         before.update(took_s=0.015 if part == "step" else 0.02, step=step)
         return [mine, theirs]
 
-    monkeypatch.setattr(loop_module, "exchange", exchange)
+    monkeypatch.setattr(stop_consensus, "exchange", exchange)
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     for step in range(1, 300):
         now_s[0] += 0.01
-        assert agreement.asked(None, step) is None
-    found = agreement.slowest
+        assert consensus.agreed_signal(None, step) is None
+    found = consensus.slowest
     assert found["slow_process"] == 1 and found["slow_s"] == found[f"slow_{part}_s"] == pytest.approx(0.005, rel=0.1)
     line = Progress(300, stream=io.StringIO())._describe(299, {"loss": 1.0, "step_s": 0.01, **found})[-1]
     assert re.fullmatch(rf"slowest: process 1, \+[45](\.\d+)? ms/step, {part}", line), line
@@ -252,7 +295,12 @@ def test_data_that_fail_do_not_take_the_trained_steps_along():
 
     log = []
     with pytest.raises(RunError, match="cannot be read"):
-        fit(Step(log), failing(), num_steps=50, checkpoint=Every(steps=3, do=lambda step: log.append(f"save {step}")))
+        fit(
+            Step(log),
+            failing(),
+            num_steps=50,
+            hooks=[CheckpointHook(every=3, run=lambda step: log.append(f"save {step}"))],
+        )
     # Every batch that could be read is trained on.
     assert log[-2:] == ["start 7", "save 7"]
 
@@ -310,7 +358,7 @@ def profiled(number, steps, losses=None, **settings):
 
 
 def test_profiled_steps_are_whole_and_what_the_profiler_takes_is_no_steps_time():
-    log = profiled(6, range(3, 5), evaluation=Every(steps=4, do=lambda step: {"loss": 0.5}))
+    log = profiled(6, range(3, 5), hooks=[EvaluationHook(every=4, run=lambda step: {"loss": 0.5})])
     begin, end = log.index("profile begins"), log.index("profile ends")
     assert log[begin - 1 : begin + 4] == ["log 2 loss", "profile begins", "pause", "mark 3", "start 3"]
     assert log[end - 1 : end + 2] == ["log 4 loss", "profile ends", "pause"]

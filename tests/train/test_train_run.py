@@ -14,13 +14,13 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jshard as js
-from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
+from jshard.checkpoint import Checkpointer, CheckpointWarning, history, saving
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
 from jshard.launch import StallWatch
 from jshard.recipes.building import create_from, restore
-from jshard.train import load_model_file, run, run_recipe
+from jshard.train import RunOptions, load_model_file, register_tracker, run_recipe, trackers, training_run
 from jshard.train.records import read_metrics
 from tests.micro_gpt import MODELS, micro
 
@@ -45,16 +45,20 @@ def whole(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     lines = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "open_trackers", lambda *_, **__: [Uploads(out, lines)])
+        patch.setattr(trackers, "_trackers", dict(trackers._trackers))
+        register_tracker("uploads")(lambda tracked: Uploads(tracked.folder, lines))
         finished = run_recipe(
             MODEL_FILE,
             RECIPE,
-            mesh=js.mesh(),
-            data=data,
-            out=out,
-            sample_tokens=8,
-            options={"seed": None},
-            say=lines.append,
+            RunOptions(
+                mesh=js.mesh(),
+                data=data,
+                out=out,
+                sample_tokens=8,
+                command_options={"seed": None},
+                track=["uploads"],
+                say=lines.append,
+            ),
         )
     return finished, lines
 
@@ -138,16 +142,22 @@ def test_trackers_are_opened_before_the_step_is_compiled(whole):
 def test_a_warmup_that_is_longer_than_the_run_is_said(data, tmp_path):
     lines = []
     recipe = dataclasses.replace(RECIPE, num_steps=2, warmup_steps=9)
-    run_recipe(MODEL_FILE, recipe, mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0, say=lines.append)
+    run_recipe(
+        MODEL_FILE,
+        recipe,
+        RunOptions(mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0, say=lines.append),
+    )
     assert lines[0].startswith("warmup_steps=9: the learning rate rises over all 2 steps")
 
 
 def test_the_sample_in_the_end_has_a_deadline(whole, data, tmp_path, monkeypatch):
     shutil.copytree(whole[0].out, tmp_path / "run")
     watch, seen = StallWatch(), []
-    monkeypatch.setattr(run, "sample_text", lambda *_, **__: seen.append((watch.phase, watch.deadline()[0])))
+    monkeypatch.setattr(
+        training_run, "sample_text", lambda *_, **__: seen.append((watch.phase, watch.deadline().limit_s))
+    )
     how = {"mesh": js.mesh(), "resume": True, "watch": watch, "sample_tokens": 8}
-    run_recipe(MODEL_FILE, RECIPE, data=data, out=tmp_path / "run", **how)
+    run_recipe(MODEL_FILE, RECIPE, RunOptions(data=data, out=tmp_path / "run", **how))
     assert seen == [("writing the sample", 1800.0)]
 
 
@@ -155,7 +165,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
     # In the middle between two checkpoints, while the loader is some batches ahead.
     source = SpySource(data.train, at=6 * RECIPE.batch_size, do=lambda: os.kill(os.getpid(), signal.SIGTERM))
     arguments = {"mesh": js.mesh(), "out": tmp_path / "run", "sample_tokens": 0, "say": lambda line: None}
-    stopped = run_recipe(MODEL_FILE, RECIPE, data=dataclasses.replace(data, train=source), **arguments)
+    stopped = run_recipe(MODEL_FILE, RECIPE, RunOptions(data=dataclasses.replace(data, train=source), **arguments))
     assert stopped.stopped_by == signal.SIGTERM
     assert 0 < stopped.step < 8
     assert stopped.checkpoint == stopped.out / "checkpoints" / str(stopped.step)
@@ -164,7 +174,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
         file.write(json.dumps({"step": stopped.step + 1, "loss": 77.0}) + '\n{"step": ')
 
     lines = []
-    resumed = run_recipe(MODEL_FILE, RECIPE, data=data, resume=True, **arguments | {"say": lines.append})
+    resumed = run_recipe(MODEL_FILE, RECIPE, RunOptions(data=data, resume=True, **arguments | {"say": lines.append}))
     assert f"resumed from {stopped.checkpoint}" in lines
     assert record(resumed) == record(whole[0])
     for ours, theirs in zip(state_of(resumed, js.mesh()), state_of(whole[0], js.mesh()), strict=True):
@@ -174,7 +184,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
 
     (resumed.out / "loss.png").unlink()
     (resumed.out / "loss.png").mkdir()  # a picture that cannot be written fails no run
-    again = run_recipe(MODEL_FILE, RECIPE, data=data, resume=True, **arguments | {"say": lines.append})
+    again = run_recipe(MODEL_FILE, RECIPE, RunOptions(data=data, resume=True, **arguments | {"say": lines.append}))
     assert (again.step, again.stopped_by) == (8, None)
     assert lines[-1].startswith("sample.txt or loss.png could not be written: ")
     assert record(again) == record(whole[0])
@@ -187,11 +197,13 @@ def test_another_mesh_sees_the_same_samples(data, tmp_path):
     finished = run_recipe(
         MODEL_FILE,
         dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dropout=0.0)),
-        mesh=js.mesh(replica=2, fsdp=2, devices=jax.devices()[:4]),
-        data=dataclasses.replace(data, train=source),
-        out=tmp_path / "run",
-        sample_tokens=0,
-        say=lambda line: None,
+        RunOptions(
+            mesh=js.mesh(replica=2, fsdp=2, devices=jax.devices()[:4]),
+            data=dataclasses.replace(data, train=source),
+            out=tmp_path / "run",
+            sample_tokens=0,
+            say=lambda line: None,
+        ),
     )
     loader = Loader(data=data, batch_size=16, seed=0, rows=range(16))
     wanted = [index for step in range(3) for index in loader.sample_ids(step)]
@@ -206,7 +218,7 @@ def test_a_run_goes_on_with_batches_of_another_size(whole, data, tmp_path):
     recipe = dataclasses.replace(RECIPE, batch_size=8, num_steps=10, eval_every=100)
     how = {"mesh": js.mesh(), "out": out, "resume": True, "sample_tokens": 0}
     lines = []
-    run_recipe(MODEL_FILE, recipe, data=dataclasses.replace(data, train=source), say=lines.append, **how)
+    run_recipe(MODEL_FILE, recipe, RunOptions(data=dataclasses.replace(data, train=source), say=lines.append, **how))
     loader = Loader(data=data, batch_size=16, seed=0, rows=range(16))
     assert "batch_size is 8, was 16" in lines and source.read[-16:] == loader.sample_ids(8)
 
@@ -218,7 +230,9 @@ def trained(data, out, mesh=None, **more):
     recipe = dataclasses.replace(RECIPE, num_steps=more.pop("steps", 8))
     lines: list[str] = []
     finished = run_recipe(
-        MODEL_FILE, recipe, mesh=mesh or js.mesh(), data=data, out=out, sample_tokens=0, say=lines.append, **more
+        MODEL_FILE,
+        recipe,
+        RunOptions(mesh=mesh or js.mesh(), data=data, out=out, sample_tokens=0, say=lines.append, **more),
     )
     return finished, lines
 
@@ -226,7 +240,7 @@ def trained(data, out, mesh=None, **more):
 def test_saves_are_at_work_while_the_run_goes_on(whole):
     """The history tells how long each save kept the run waiting; all but the last had a step beside them."""
     finished, _ = whole
-    saves = timeline.read(finished.out / "checkpoints")
+    saves = history.read(finished.out / "checkpoints")
     assert [save["step"] for save in saves] == [3, 6, 8]
     assert all(save["error"] is None and save["blocked_s"] > 0 for save in saves)
     manifest = own_checkpoint(finished.checkpoint.absolute()).manifest
@@ -291,9 +305,6 @@ def test_a_source_that_does_not_fit_leaves_no_run_behind(whole, data, tmp_path):
             run_recipe(
                 dataclasses.replace(MODEL_FILE, path=GPT.path, hf_names=GPT.hf_names),
                 recipe,
-                mesh=js.mesh(),
-                data=data,
-                out=tmp_path / "run",
-                init_from=source,
+                RunOptions(mesh=js.mesh(), data=data, out=tmp_path / "run", init_from=source),
             )
         assert not hasattr(caught.value, "__notes__") and not (tmp_path / "run").exists()

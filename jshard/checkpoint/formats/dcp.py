@@ -7,63 +7,62 @@ chunk are contiguous bytes.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import io
-import itertools
 import math
 import os
-import pickle
-import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard._files import is_inside, open_new, read_bytes
-from jshard._paths import expanded
+from jshard._files import is_inside, read_bytes
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import torch_pickle
 from jshard.checkpoint.formats.source import (
-    ArraySource,
     Box,
     FileRegion,
     bounds,
-    check_export,
     damaged,
     existing,
-    finished_together,
     read_region,
     stored_array,
 )
-from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, STORAGES, Archive, Record, records, short
+from jshard.checkpoint.formats.torch_archive import Archive
+from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, Record, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
 
 METADATA = ".metadata"
 
-_DCP = "torch.distributed.checkpoint.metadata"
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # location of some of them in torch 2.2 and older
 _ALLOWED = {
     **torch_pickle.PLAIN,
-    **records(_DCP, "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
-    **records(_DCP, "ChunkStorageMetadata", "TensorProperties", "StorageMeta"),
+    **records(METADATA_MODULE, "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+    **records(METADATA_MODULE, "ChunkStorageMetadata", "TensorProperties", "StorageMeta"),
     **records("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     **records(_SHARDED, "TensorProperties"),
     **records("torch.serialization", "_get_layout"),
     **records("pathlib", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     **records("pathlib._local", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),  # Python 3.13
-    (_DCP, "_MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
     (_SHARDED, "MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
 }
-_METADATA_CLASS = _ALLOWED[_DCP, "Metadata"]
-_TENSOR_CLASS = _ALLOWED[_DCP, "TensorStorageMetadata"]
-_BYTES_CLASS = _ALLOWED[_DCP, "BytesStorageMetadata"]
+_METADATA_CLASS = _ALLOWED[METADATA_MODULE, "Metadata"]
+_TENSOR_CLASS = _ALLOWED[METADATA_MODULE, "TensorStorageMetadata"]
+_BYTES_CLASS = _ALLOWED[METADATA_MODULE, "BytesStorageMetadata"]
+
+
+def is_dcp_folder(path: Path) -> bool:
+    """Returns whether a path is the folder of such a checkpoint."""
+    return (path / METADATA).is_file()
 
 
 class DcpSource:
     """The tensors and values of a PyTorch distributed checkpoint."""
+
+    notes: Sequence[str] = ()
 
     def __init__(self, path: str | Path) -> None:
         self.path = existing(path, "PyTorch distributed")
@@ -75,7 +74,7 @@ class DcpSource:
             if isinstance(record, _TENSOR_CLASS):
                 tensor = _tensor(self.path, name, record, places)
                 self._tensors[name] = tensor
-                items.update(_Item(name, begin) for begin in tensor.begins)
+                items.update(_Item(name, start) for start in tensor.starts)
         self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
 
         values = [name for name, record in metadata.records.items() if isinstance(record, _BYTES_CLASS)]
@@ -84,7 +83,7 @@ class DcpSource:
         self.values = {name: places[_Item(name, None)] for name in values}
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a tensor, as a new array, assembled from its chunks; thread-safe."""
+        """Reads a box of a tensor, as a new array, assembled from its chunks; thread-safe."""
         return self._tensors[name].read(box)
 
 
@@ -92,7 +91,7 @@ class _Item(NamedTuple):
     """What one archive holds: a value, or a chunk of a tensor."""
 
     name: str
-    begin: tuple[int, ...] | None  # of the chunk; None for a value
+    start: tuple[int, ...] | None  # of the chunk; None for a value
 
 
 _Places = Mapping[_Item, Archive]
@@ -101,7 +100,7 @@ _Places = Mapping[_Item, Archive]
 class _Chunk(NamedTuple):
     """The box of a chunk in its tensor. Until it is checked, a pickle may have put any values here."""
 
-    begin: tuple[int, ...]
+    start: tuple[int, ...]
     size: tuple[int, ...]
 
 
@@ -112,12 +111,12 @@ class _Tensor:
         self.leaf = leaf
         self._path = path
         self._name = name
-        self.begins = [chunk.begin for chunk in chunks]
-        self._places = [places[_Item(name, begin)] for begin in self.begins]
+        self.starts = [chunk.start for chunk in chunks]
+        self._places = [places[_Item(name, start)] for start in self.starts]
         by_chunk_and_dim = (len(chunks), len(leaf.shape))
         sizes = np.array([chunk.size for chunk in chunks], np.int64).reshape(by_chunk_and_dim)
-        self._begins = np.array(self.begins, np.int64).reshape(by_chunk_and_dim)
-        self._ends = self._begins + sizes
+        self._start_rows = np.array(self.starts, np.int64).reshape(by_chunk_and_dim)
+        self._stop_rows = self._start_rows + sizes
         self._regions: dict[int, FileRegion] = {}
 
     def read(self, box: Box) -> np.ndarray:
@@ -128,19 +127,19 @@ class _Tensor:
         size = math.prod(shape)
 
         # What each chunk has in common with the box.
-        begins = np.maximum(self._begins, low)
-        ends = np.minimum(self._ends, high)
+        starts = np.maximum(self._start_rows, low)
+        stops = np.minimum(self._stop_rows, high)
         touched: list[int] = []
         if size:
-            touched = np.flatnonzero((begins < ends).all(axis=1)).tolist()
-        self._check_cover(begins[touched], ends[touched], size)
+            touched = np.flatnonzero((starts < stops).all(axis=1)).tolist()
+        self._check_cover(starts[touched], stops[touched], size)
         for chunk in touched:
             self._region(chunk)  # before memory is taken: the metadata may state any shape
 
         values = np.empty(shape, self.leaf.dtype)
         for chunk in touched:
-            source = _slices(begins[chunk], ends[chunk], self._begins[chunk])
-            target = _slices(begins[chunk], ends[chunk], low)
+            source = _slices(starts[chunk], stops[chunk], self._start_rows[chunk])
+            target = _slices(starts[chunk], stops[chunk], low)
             out = values
             if target:  # indexing an array of no dims would copy its number
                 out = values[target]
@@ -152,7 +151,7 @@ class _Tensor:
             return self._regions[chunk]
         place = self._places[chunk]
         region = place.tensor()
-        size = tuple((self._ends[chunk] - self._begins[chunk]).tolist())
+        size = tuple((self._stop_rows[chunk] - self._start_rows[chunk]).tolist())
         if region.shape != size or region.dtype != self.leaf.dtype:
             is_stored = f"a chunk is {region.shape} {region.dtype}"
             is_described = f"{METADATA} says {size} {self.leaf.dtype}"
@@ -160,10 +159,10 @@ class _Tensor:
         self._regions[chunk] = region
         return region
 
-    def _check_cover(self, begins: np.ndarray, ends: np.ndarray, size: int) -> None:
+    def _check_cover(self, starts: np.ndarray, stops: np.ndarray, size: int) -> None:
         """Checks that every number of a box is in exactly one chunk."""
-        num_covered = int((ends - begins).prod(axis=1).sum())
-        has_overlap = _has_overlap(begins, ends)
+        num_covered = int((stops - starts).prod(axis=1).sum())
+        has_overlap = _has_overlap(starts, stops)
         if num_covered == size and not has_overlap:
             return
         why = f"{self._name}: of the {size} requested numbers, the chunks hold {num_covered}"
@@ -172,15 +171,15 @@ class _Tensor:
         raise damaged(self._path / METADATA, why)
 
 
-def _slices(begin: np.ndarray, end: np.ndarray, origin: np.ndarray) -> Box:
-    """Returns a box of a tensor as slices of an array that begins at `origin` in it."""
-    return tuple(slice(first, last) for first, last in zip(begin - origin, end - origin, strict=True))
+def _slices(start: np.ndarray, stop: np.ndarray, origin: np.ndarray) -> Box:
+    """Returns a box of a tensor as slices of an array that starts at `origin` in it."""
+    return tuple(slice(first, last) for first, last in zip(start - origin, stop - origin, strict=True))
 
 
-def _has_overlap(begins: np.ndarray, ends: np.ndarray) -> bool:
+def _has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
     """Returns whether any two boxes have a number in common."""
-    for i in range(len(begins) - 1):
-        is_common = (begins[i] < ends[i + 1 :]) & (begins[i + 1 :] < ends[i])
+    for i in range(len(starts) - 1):
+        is_common = (starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])
         if is_common.all(axis=1).any():
             return True
     return False
@@ -261,13 +260,13 @@ def _location(file: Path, index: Record, info: Record) -> _Location:
             why=f"{short(name)} was transformed by {short(transforms)}.",
             do="load it with PyTorch, and save it without extensions.",
         )
-    begin = index.get("offset")
+    start = index.get("offset")
     relative = info.get("relative_path")
     limits = (info.get("offset"), info.get("length"))
-    is_item = isinstance(name, str) and (begin is None or _are_sizes(begin))
+    is_item = isinstance(name, str) and (start is None or _are_sizes(start))
     if not is_item or not _names_file(relative) or not _are_sizes(limits):
         raise damaged(file, f"it places {short(name)} in {short(relative)}, at {short(limits)}.")
-    return _Location(_Item(name, begin), relative, *limits)
+    return _Location(_Item(name, start), relative, *limits)
 
 
 def _check_items(file: Path, metadata: _Metadata, items: Collection[_Item]) -> None:
@@ -309,14 +308,14 @@ def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
     if dtype is None or not _contains(shape, chunks):
         corners = [tuple(chunk) for chunk in chunks]
         raise damaged(file, f"it describes {name} as shape {short(shape)} in chunks {short(corners)}.")
-    begins = [chunk.begin for chunk in chunks]
-    nowhere = [begin for begin in begins if _Item(name, begin) not in places]
+    starts = [chunk.start for chunk in chunks]
+    nowhere = [start for start in starts if _Item(name, start) not in places]
     if nowhere:
         raise damaged(file, f"it has no location for the chunks {nowhere[:3]} of {name}.")
     # Equal numbers do not exclude a gap beside an overlap: `read` checks each box, before it reads.
     num_stored = sum(math.prod(chunk.size) for chunk in chunks)
-    if len(set(begins)) < len(begins) or num_stored != math.prod(shape):
-        do_not = counted(len(begins), "chunk does", "chunks do")
+    if len(set(starts)) < len(starts) or num_stored != math.prod(shape):
+        do_not = counted(len(starts), "chunk does", "chunks do")
         raise damaged(file, f"{do_not} not make up {name} of shape {shape}.")
     return _Tensor(path, name, stored_array(shape, dtype), chunks, places)
 
@@ -346,273 +345,9 @@ def _contains(shape: Any, chunks: Iterable[_Chunk]) -> bool:
 
 
 def _is_in(shape: tuple[int, ...], chunk: _Chunk) -> bool:
-    if not _are_sizes(chunk.begin) or not _are_sizes(chunk.size):
+    if not _are_sizes(chunk.start) or not _are_sizes(chunk.size):
         return False
-    if not len(chunk.begin) == len(chunk.size) == len(shape):
+    if not len(chunk.start) == len(chunk.size) == len(shape):
         return False
-    dims = zip(chunk.begin, chunk.size, shape, strict=True)
-    return all(begin + size <= whole for begin, size, whole in dims)
-
-
-# Writes them without PyTorch: the pickles name PyTorch classes, which need not be installed. Names, and the calls that
-# rebuild objects, are written literally by `_Global`, `_Call` and `_Object`.
-
-_FILE = "__0_0.distcp"
-_CHUNK_BYTES = 64 << 20  # PyTorch reads whole chunks
-_ALIGNMENT = 64
-_TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_STORAGE_NAMES = {name: storage for storage, name in STORAGES.items()}
-
-
-def write_dcp(
-    folder: str | Path,
-    source: ArraySource,
-    *,
-    values: Mapping[str, int | float | str] | None = None,
-    on_written: Callable[[int], object] = lambda num_bytes: None,
-) -> list[Path]:
-    """Writes arrays and values as a checkpoint of one rank, which any number of ranks can load.
-
-    Slashes in names become dots. One chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last:
-    without it there is no checkpoint.
-    """
-    folder = expanded(folder).absolute()
-    values = values or {}
-    names = [_dotted(name) for name in (*source.leaves, *values)]
-    check_export("PyTorch", [folder / METADATA, folder / _FILE], source, names, _TORCH_NAMES)
-    with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):
-        with open_new(data) as stream:
-            items = _write_items(stream, source, values, on_written)
-        with open_new(metadata) as stream:
-            stream.write(_pickled(_description(folder, source.leaves, items), protocol=4))
-    return [folder / _FILE, folder / METADATA]
-
-
-def _dotted(name: str) -> str:
-    return name.replace("/", ".")
-
-
-class _StoredItem(NamedTuple):
-    """The location of an item, or of a chunk of it, in the file."""
-
-    name: str
-    begin: tuple[int, ...] | None
-    shape: tuple[int, ...]
-    offset: int
-    length: int
-
-
-def _write_items(
-    stream: BinaryIO, source: ArraySource, values: Mapping[str, Any], on_written: Callable[[int], object]
-) -> list[_StoredItem]:
-    items = []
-    for name, value in values.items():
-        offset = stream.tell()
-        length = _write_archive(stream, value, ())
-        items.append(_StoredItem(_dotted(name), None, (), offset, length))
-    for name, leaf in source.leaves.items():
-        for box in _chunks(leaf):
-            array = np.asarray(source.read(name, box), order="C")
-            begin = tuple(part.start for part in box)
-            offset = stream.tell()
-            length = _write_archive(stream, _rebuilt(array), (array,))
-            items.append(_StoredItem(_dotted(name), begin, array.shape, offset, length))
-            on_written(array.nbytes)
-    return items
-
-
-def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
-    """Boxes of some 64 MiB that make up an array, cut along the first dims."""
-    shape = leaf.shape
-    room = max(1, _CHUNK_BYTES // np.dtype(leaf.dtype).itemsize)  # in elements
-    steps = []
-    for dim, size in enumerate(shape):
-        row_size = math.prod(shape[dim + 1 :])
-        step = max(1, min(size, room // max(1, row_size)))
-        steps.append(step)
-        if step > 1:
-            room = row_size  # several rows fit, and so the dims after this one are not cut
-    # An array without elements has one chunk, without elements.
-    starts = [range(0, max(size, 1), step) for size, step in zip(shape, steps, strict=True)]
-    for corner in itertools.product(*starts):
-        dims = zip(corner, steps, shape, strict=True)
-        yield tuple(slice(start, min(start + step, size)) for start, step, size in dims)
-
-
-# The format of `torch.save`.
-
-_ZIP_HEADER_BYTES = 30  # of a member, before its name
-_EXTRA_HEADER_BYTES = 4  # of the extra field that pads it
-
-
-def _write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) -> int:
-    """Writes a zip of a pickle and its tensors' bytes, aligned to 64; returns its length."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in _members(value, arrays).items():
-            info = zipfile.ZipInfo(f"archive/{name}")
-            header_bytes = _ZIP_HEADER_BYTES + len(info.filename) + _EXTRA_HEADER_BYTES
-            padding = -(buffer.tell() + header_bytes) % _ALIGNMENT
-            info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-            archive.writestr(info, content)
-            info.extra = b""  # the central directory does not include the padding
-    return stream.write(buffer.getbuffer())
-
-
-def _members(value: Any, arrays: tuple[np.ndarray, ...]) -> dict[str, Any]:
-    """Returns the files of an archive by name, in PyTorch's order."""
-    members: dict[str, Any] = {
-        "data.pkl": _pickled(value, protocol=2),
-        ".format_version": b"1",
-        ".storage_alignment": str(_ALIGNMENT).encode(),
-        "byteorder": b"little",
-    }
-    for key, array in enumerate(arrays):
-        members[f"data/{key}"] = array.reshape(-1).view(np.uint8).data
-    members["version"] = b"3\n"
-    members[".data/serialization_id"] = b"0" * 40
-    return members
-
-
-def _rebuilt(array: np.ndarray) -> Any:
-    """A tensor whose numbers are the first storage of the archive."""
-    dtype = _TORCH_NAMES[array.dtype]
-    strides = tuple(step // array.itemsize for step in array.strides)
-    settings = (0, array.shape, strides, False, collections.OrderedDict())  # offset, ..., requires_grad, hooks
-    if dtype in _STORAGE_NAMES:
-        storage = _storage(_Global("torch", _STORAGE_NAMES[dtype]), array.size)
-        return _Call(_Global("torch._utils", "_rebuild_tensor_v2"), (storage, *settings))
-    storage = _storage(_Global("torch.storage", "UntypedStorage"), array.nbytes)
-    return _Call(_Global("torch._utils", "_rebuild_tensor_v3"), (storage, *settings, _Global("torch", dtype)))
-
-
-def _storage(kind: _Global, size: int) -> _Persistent:
-    """Returns the first storage of the archive; its size is in elements, or in bytes if it is untyped."""
-    return _Persistent(("storage", kind, "0", "cpu", size))
-
-
-# `.metadata`.
-
-
-def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_StoredItem]) -> Any:
-    described = _tensor_records(leaves, items)
-    for item in items:
-        if item.begin is None:
-            described[item.name] = _record("BytesStorageMetadata", {})
-    meta = {"checkpoint_id": str(folder), "save_id": "jshard", "load_id": None, "modules": []}
-    return _record(
-        "Metadata",
-        {
-            "state_dict_metadata": described,
-            "planner_data": {name: (name,) for name in described},
-            "storage_data": _storage_data(items),
-            "storage_meta": _record("StorageMeta", meta),
-            "version": "1.0.0",
-        },
-    )
-
-
-def _tensor_records(leaves: Mapping[str, StoredLeaf], items: Iterable[_StoredItem]) -> dict[str, Any]:
-    """Returns the description of each tensor."""
-    chunks = collections.defaultdict(list)
-    for item in items:
-        if item.begin is not None:
-            corners = {"offsets": _size(item.begin), "sizes": _size(item.shape)}
-            chunks[item.name].append(_record("ChunkStorageMetadata", corners))
-    layout = _Call(_Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = _Call(_Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
-    described = {}
-    for name, leaf in leaves.items():
-        dtype = _Global("torch", _TORCH_NAMES[np.dtype(leaf.dtype)])
-        properties = _record("TensorProperties", (dtype, layout, False, contiguous, False))
-        dotted = _dotted(name)
-        fields = {"properties": properties, "size": _size(leaf.shape), "chunks": chunks[dotted]}
-        described[dotted] = _record("TensorStorageMetadata", fields)
-    return described
-
-
-def _storage_data(items: Iterable[_StoredItem]) -> dict[Any, Any]:
-    """Returns the location of each item."""
-    info = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    stored = {}
-    for item in items:
-        begin = None
-        if item.begin is not None:
-            begin = _size(item.begin)
-        index = _record("MetadataIndex", {"fqn": item.name, "offset": begin, "index": None})
-        stored[index] = _Object(info, {"relative_path": _FILE, "offset": item.offset, "length": item.length})
-    return stored
-
-
-def _record(name: str, state: Any) -> Any:
-    return _Object(_Global(_DCP, name), state)
-
-
-def _size(shape: tuple[int, ...]) -> Any:
-    return _Call(_Global("torch", "Size"), (tuple(shape),))
-
-
-# Pickles of objects whose classes are not installed.
-
-
-class _Global(NamedTuple):
-    """A class or function that a pickle names."""
-
-    module: str
-    name: str
-
-
-class _Call(NamedTuple):
-    """The result of calling a function or class with these arguments."""
-
-    function: _Global
-    args: tuple
-
-
-@dataclasses.dataclass(eq=False)  # a key of a dict
-class _Object:
-    """An object created without arguments, whose state is then set."""
-
-    kind: _Global
-    state: Any
-
-
-class _Persistent(NamedTuple):
-    """An object stored beside the pickle."""
-
-    key: tuple
-
-
-_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]  # the Python one: the C one imports each name's object
-
-
-class _Writer(_Pickler):
-    """Writes the classes above as the objects they stand for."""
-
-    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
-
-    def persistent_id(self, obj: Any) -> Any:
-        """The key of an object stored beside the pickle."""
-        return obj.key if isinstance(obj, _Persistent) else None
-
-    def _global(self, reference: _Global) -> None:
-        self.write(pickle.GLOBAL + f"{reference.module}\n{reference.name}\n".encode())
-
-    def _call(self, call: _Call) -> None:
-        self.save(call.function)
-        self.save(call.args)
-        self.write(pickle.REDUCE)
-
-    def _object(self, instance: _Object) -> None:
-        self.save(instance.kind)
-        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-        self.save(instance.state)
-        self.write(pickle.BUILD)
-
-    dispatch |= {_Global: _global, _Call: _call, _Object: _object}
-
-
-def _pickled(value: Any, *, protocol: int) -> bytes:
-    file = io.BytesIO()
-    _Writer(file, protocol).dump(value)
-    return file.getvalue()
+    dims = zip(chunk.start, chunk.size, shape, strict=True)
+    return all(start + size <= dim_size for start, size, dim_size in dims)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.safetensors import check_index, read_index
 from jshard.checkpoint.formats.source import Box, FileRegion, damaged, existing, read_region, stored_array
-from jshard.checkpoint.formats.torch_pickle import Archive
+from jshard.checkpoint.formats.torch_archive import Archive
 from jshard.checkpoint.manifest import StoredLeaf
 
 NAME = "pytorch_model.bin"
@@ -27,10 +27,12 @@ _ZIP = b"PK\x03\x04"
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether there is such a file, or a folder with one; the file may be of another program."""
-    if path.is_file():
-        return path.name == INDEX or (path.name.endswith(_SUFFIXES) and not _OF_RANKS.fullmatch(path.name))
-    return (path / NAME).is_file() or (path / INDEX).is_file()
+    """Returns whether there is such a file, or a folder with one; the file may be of another program."""
+    if not path.is_file():
+        return (path / NAME).is_file() or (path / INDEX).is_file()
+    if _OF_RANKS.fullmatch(path.name):
+        return False
+    return path.name == INDEX or path.name.endswith(_SUFFIXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,7 @@ class _Plain:
     content: Any
 
     def value(self) -> Any:
+        """Returns the value."""
         return self.content
 
 
@@ -54,27 +57,33 @@ class TorchSource:
         values: everything else by its name.
     """
 
+    notes: Sequence[str] = ()
+
     def __init__(self, path: str | Path) -> None:
         self.path = existing(path, "PyTorch")
-        index_file = self.path if self.path.is_file() else self.path / INDEX
         self.values: dict[str, _Plain] = {}
         self._regions: dict[str, FileRegion] = {}
-        if index_file.name == INDEX and index_file.is_file():
-            index = read_index(index_file)
-            for file in sorted(set(index.values())):
-                self._add(index_file.parent / file)
-            check_index(index_file, index, self._regions)
+        file = self.path
+        if not file.is_file():  # of a folder, the index decides what is read
+            has_index = (self.path / INDEX).is_file()
+            file = self.path / (INDEX if has_index else NAME)
+        if file.name == INDEX:
+            index = read_index(file)
+            for name in sorted(set(index.values())):
+                self._add(file.parent / name)
+            check_index(file, index, self._regions)
         else:
-            self._add(self.path if self.path.is_file() else self.path / NAME)
+            self._add(file)
         self.leaves: Mapping[str, StoredLeaf] = {
             name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
         }
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a tensor, as a new array; thread-safe."""
+        """Reads a box of a tensor, as a new array; thread-safe."""
         return read_region(self._regions[name], box)
 
     def _add(self, file: Path) -> None:
+        """Adds the tensors and values of a file."""
         _check_is_archive(file)
         content = Archive(file, 0, file.stat().st_size).regions({})
         if not isinstance(content, dict):
@@ -105,13 +114,13 @@ def _check_is_archive(file: Path) -> None:
     )
 
 
-_MOST_LEVELS = 100
-_MOST_ITEMS = 100_000
-_MOST_COPIES = 16
+_MAX_LEVELS = 100
+_MAX_ITEMS = 100_000
+_MAX_COPIES = 16
 
 
 def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """The tensors and values in nested dicts and lists, by their keys.
+    """Yields the tensors and values in nested dicts and lists, by their keys.
 
     A list may contain itself, and a few lists, each twice in the next, stand for more items than any memory holds. So
     the levels are counted, and the items, of which equal ones in many places are in the file only once.
@@ -119,14 +128,14 @@ def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
     level = [("", content)]
     num_items = num_stored = 0
     containers: set[int] = set()
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         below: list[tuple[str, Any]] = []
         for name, container in level:
             num_items += len(container)
             if id(container) not in containers:
                 containers.add(id(container))
                 num_stored += len(container)
-            if num_items > max(_MOST_ITEMS, _MOST_COPIES * num_stored):
+            if num_items > max(_MAX_ITEMS, _MAX_COPIES * num_stored):
                 raise damaged(file, f"it stands for more than {num_items} values, and holds {num_stored}.")
             for key, item in _items(container):
                 path = f"{name}.{key}" if name else str(key)
@@ -136,12 +145,15 @@ def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
                     yield path, item
         level = below
     if level:
-        raise damaged(file, f"its values are nested more than {_MOST_LEVELS} levels deep.")
+        raise damaged(file, f"its values are nested more than {_MAX_LEVELS} levels deep.")
 
 
 def _is_container(item: Any) -> bool:
+    # A region is a tuple, and a leaf.
     return isinstance(item, dict | list | tuple) and not isinstance(item, FileRegion)
 
 
 def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    return container.items() if isinstance(container, dict) else enumerate(container)
+    if isinstance(container, dict):
+        return container.items()
+    return enumerate(container)

@@ -1,4 +1,4 @@
-"""`jshard ckpt COMMAND`: tools for checkpoints; a module is imported only when one of its commands is used.
+"""`jshard ckpt COMMAND`: tools for checkpoints, a file for each; it is imported only when its command is used.
 
 No accelerator is needed or used. Exit codes are those of `jshard`; in addition `verify` exits with 1 if something is
 damaged, and `diff` if something differs.
@@ -13,7 +13,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -32,50 +31,55 @@ COMMANDS = {
     "timeline": "what the saves and restores of a run took, in each process",
 }
 
-_MODULES = {
-    **dict.fromkeys(("ls", "inspect", "verify", "diff"), "look"),
-    **dict.fromkeys(("reshard", "import", "export"), "convert"),
-    "timeline": "timeline",
-}
+_FILES = {"import": "import_"}  # of the commands that Python does not allow as names
 _NOTE = "A path is a checkpoint, a folder of them (its newest counts), or the folder of a run."
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command: `argv` are the arguments after `jshard ckpt`."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(usage("jshard ckpt", COMMANDS, _NOTE), file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
+    """Runs the command; `argv` are the arguments after `jshard ckpt`."""
+    if not argv:
+        print(usage("jshard ckpt", COMMANDS, _NOTE), file=sys.stderr)
+        return 2
     name, *rest = argv
+    if name in ("-h", "--help"):
+        print(usage("jshard ckpt", COMMANDS, _NOTE))
+        return 0
     if name not in COMMANDS:
         raise no_command("jshard ckpt", name, rest, COMMANDS)
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
-    return getattr(importlib.import_module(f"jshard.cli.ckpt.{_MODULES[name]}"), f"run_{name}")(rest)
+    module = importlib.import_module(f"jshard.cli.ckpt.{_FILES.get(name, name)}")
+    return module.run(rest)
 
 
 # Shared by the commands.
 
 
 @contextlib.contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr during the block, if that is a terminal; call it with the bytes done from any thread."""
+def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar on stderr during the block, if that is a terminal.
+
+    Yields a function to call with the bytes done, from any thread.
+    """
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total_bytes)
+        task = bar.add_task(description, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
-def as_json(value: Any) -> str:
-    """A value as JSON; NaN, which JSON lacks, becomes null."""
+def as_json(value: object) -> str:
+    """Returns a value as JSON; NaN and infinity, which JSON lacks, become null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -70,6 +70,8 @@ def _random_bits_shard(p: Partitioner, value: Value, dim: int) -> Any | None:
         return p.bind(eqn, [p.split(key, dim).x])[0]  # the dims of the keys are first
     if str(jax.random.key_impl(key.x)) != "threefry2x32":
         return None  # only of threefry do we know how a bit comes from its position
+    if _compat.threefry_bits() is None:
+        return None
 
     data = jax.random.key_data(key.x)
     bit_width = eqn.params["bit_width"]
@@ -85,9 +87,11 @@ def _shard_of_bits_function(p: Partitioner, data: Any, bit_width: int, shape: tu
 
     The generator's own program is partitioned: its positions are a source, and everything after is elementwise.
     """
+    draw_bits = _compat.threefry_bits()
+    assert draw_bits is not None, "checked by the caller"
 
     def whole_bits(data: Any) -> Any:
-        return _compat.threefry_bits(data, bit_width, shape)
+        return draw_bits(data, bit_width, shape)
 
     def shard_of_bits(data: Any) -> Any:
         program = jax.make_jaxpr(whole_bits)(data)

@@ -1,0 +1,112 @@
+"""The steps of a save that succeed on all processes, or fail on all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from jshard._processes import all_or_none, failures, publish_failure, withdraw
+from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.errors import CheckpointError, in_four_parts, write_failed
+from jshard.errors import FourPartError, causes
+
+Result = TypeVar("Result")
+Report = TypeVar("Report")
+
+_save_numbers = itertools.count()  # equal on all processes, which make their saves in the same order
+
+
+class CollectiveSteps:
+    """The steps of a save that succeed on all processes, or fail on all of them.
+
+    After a failure no process continues: each raises its own error, or one that names the errors of the others.
+
+    Args:
+        path: the checkpoint; a name for its steps, and for errors.
+        timeout_s: how long to wait for the other processes in one step.
+    """
+
+    def __init__(self, path: Place, timeout_s: float) -> None:
+        self._path = path
+        self._timeout_s = timeout_s
+        self._failures = f"save {next(_save_numbers)}"  # where processes publish theirs, also between steps
+        self._left: list[str] = []  # what this process has left for the others at the latest exchange
+        self._agreed: Exception | None = None  # why the save has failed, once all processes know it
+
+    def run(
+        self, topic: str, work: Callable[[], tuple[Result, Report]], *, is_last: bool = False
+    ) -> tuple[Result, list[Report]]:
+        """Runs one step; every process calls it.
+
+        Args:
+            topic: its name.
+            work: returns a result for this process, and a report for all of them, which is sent as JSON.
+            is_last: whether the save ends with this step.
+
+        Returns:
+            The result of this process's work, and the reports of all processes.
+        """
+        result: Result | None = None
+        report: Report | None = None
+        error: Exception | None = None
+        try:
+            result, report = work()
+        except Exception as caught:
+            if self._agreed is not None:  # all processes know, and none waits
+                is_same = self._agreed in causes(caught)
+                raise self._agreed from (None if is_same else caught)
+            error = caught
+        explained = None if error is None else self._publish(error)
+        reports = all_or_none(
+            f"{topic} {self._path}",
+            report,
+            explained,
+            failed=self._error_of_others,
+            timeout_s=self._timeout_after(error),
+            left=None if is_last else self._left,
+        )
+        if is_last:
+            withdraw(self._left)
+        return cast(Result, result), reports  # an error of any process has been raised
+
+    def run_alike(self, topic: str, work: Callable[[], None]) -> None:
+        """Runs a step that has no results."""
+        self.run(topic, lambda: (work(), None))
+
+    def agree_on(self, error: Exception) -> None:
+        """Records that all processes know this error: the steps around the current one raise it at once."""
+        self._agreed = error
+
+    def publish_failure(self, error: Exception) -> None:
+        """Tells other processes of an error outside of a step, which they may look for with `failure`."""
+        publish_failure(self._failures, error)
+
+    def failure(self) -> FourPartError | None:
+        """Returns an error if any process has published one, while others may still wait for it in Orbax."""
+        published = failures(self._failures)
+        return self._error_of_others(published) if published else None
+
+    def _publish(self, error: Exception) -> FourPartError:
+        """Returns this process's error in four parts, after publishing it."""
+        explained = in_four_parts(self._path, error)
+        if explained is not error:
+            explained.__cause__ = error
+        publish_failure(self._failures, explained)
+        return explained
+
+    def _timeout_after(self, error: Exception | None) -> float:
+        """Returns how long to wait for the others in this step."""
+        if isinstance(error, TimeoutError):
+            # A process whose wait for the others failed has used up the timeout, and so have they.
+            return self._timeout_s / 4
+        return self._timeout_s
+
+    def _error_of_others(self, failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+        """Returns an error that names those of other processes: a mistake in the request, or all reasons."""
+        for process, parts in failures.items():
+            if parts["is_request"]:
+                where = [*parts["where"], f"process {process}"]
+                return CheckpointError(parts["what"], where=where, why=parts["why"], do=parts["do"])
+        reasons = [f"process {process}: {parts['why']}" for process, parts in failures.items()]
+        return write_failed(self._path, "\n".join(reasons))

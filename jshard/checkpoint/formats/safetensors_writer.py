@@ -1,0 +1,111 @@
+"""Writes safetensors as Hugging Face's libraries expect them, with one array in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from jshard._files import open_new
+from jshard._paths import expanded
+from jshard.checkpoint.formats.safetensors import DTYPES, INDEX, SUFFIX
+from jshard.checkpoint.formats.source import ArraySource, check_export, finished_together, whole
+from jshard.checkpoint.manifest import StoredLeaf
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_safetensors(
+    folder: str | Path,
+    source: ArraySource,
+    *,
+    max_shard_bytes: float = 5e9,
+    beside: Mapping[str, str] = types.MappingProxyType({}),
+    on_written: Callable[[int], object] = lambda num_bytes: None,
+) -> list[Path]:
+    """Writes arrays as `model.safetensors` or, if they do not fit in one file, as several files with an index.
+
+    One array is in memory at a time; one larger than the file size gets its own file. Existing files are never
+    replaced. `beside` has the texts of further files, by name.
+    """
+    folder = expanded(folder).absolute()
+    existing_files = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
+    existing_files += [folder / name for name in beside if (folder / name).exists()]
+    check_export("safetensors", sorted(existing_files), source, list(source.leaves), _DTYPE_NAMES)
+    shards = _shards(source.leaves, max_shard_bytes)
+    shard_names = _shard_names(len(shards))
+    texts = dict(beside)
+    if len(shards) > 1:
+        # A reader takes the index as the checkpoint: it comes after the files that it names.
+        texts = {INDEX: _index_text(source.leaves, shards, shard_names), **beside}
+    names = [*shard_names, *texts]
+    with finished_together("safetensors", folder, names) as drafts:
+        draft_of = dict(zip(names, drafts, strict=True))
+        for name, shard in zip(shard_names, shards, strict=True):
+            with open_new(draft_of[name]) as stream:
+                _write_file(stream, source, shard, on_written)
+        for name, text in texts.items():
+            with open_new(draft_of[name]) as stream:
+                stream.write(text.encode())
+    return [folder / name for name in names]
+
+
+def _shards(leaves: Mapping[str, StoredLeaf], max_shard_bytes: float) -> list[list[str]]:
+    """Returns the arrays of each file, in order, divided as huggingface_hub does."""
+    shards: list[list[str]] = [[]]
+    num_bytes = 0  # of the last shard
+    for name, leaf in leaves.items():
+        if shards[-1] and num_bytes + leaf.nbytes > max_shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(name)
+        num_bytes += leaf.nbytes
+
+    def widest_first(name: str) -> tuple[int, str]:
+        return -np.dtype(leaves[name].dtype).itemsize, name
+
+    # Within a file the widest elements come first, as in the package, so that every array is aligned.
+    return [sorted(shard, key=widest_first) for shard in shards]
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model" + SUFFIX]
+    return [f"model-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def _index_text(leaves: Mapping[str, StoredLeaf], shards: Sequence[Sequence[str]], names: Sequence[str]) -> str:
+    """Returns the index of arrays in several files, as JSON."""
+    files = {leaf: name for name, shard in zip(names, shards, strict=True) for leaf in shard}
+    total_size = sum(leaf.nbytes for leaf in leaves.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": files}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _write_file(stream: BinaryIO, source: ArraySource, names: list[str], on_written: Callable[[int], object]) -> None:
+    # transformers refuses files that do not name the framework of their arrays
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        leaf = source.leaves[name]
+        start = end
+        end += leaf.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[np.dtype(leaf.dtype)],
+            "shape": list(leaf.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # aligns the data
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        leaf = source.leaves[name]
+        array = source.read(name, whole(leaf))
+        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(f"{name} was declared as {leaf.shape} {leaf.dtype} but is {array.shape} {array.dtype}")
+        stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        on_written(array.nbytes)

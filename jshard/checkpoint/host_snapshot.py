@@ -1,0 +1,136 @@
+"""Copies the values that this process writes to the host, and packs a state into one part per process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint import manifest as _manifest
+from jshard.checkpoint.file_io import Parts
+from jshard.checkpoint.layout import FILE_BYTES, Limits, device_boxes
+from jshard.checkpoint.leaf_values import storable
+from jshard.checkpoint.manifest import Manifest, StoredLeaf, Value
+from jshard.checkpoint.packed_writer import write_file
+from jshard.checkpoint.write_assignment import LeafToWrite, plan_writes
+
+
+class HostSnapshot:
+    """Host copies of the values that this process writes; the arrays may then be overwritten or deleted.
+
+    Attributes:
+        files: the layouts of the files that this process writes.
+    """
+
+    def __init__(
+        self, leaves: Mapping[str, Any], stored: Mapping[str, StoredLeaf], *, most_bytes: int = FILE_BYTES
+    ) -> None:
+        arrays: list[Any] = []
+        to_write: list[LeafToWrite] = []
+        for number, (path, leaf) in enumerate(leaves.items()):
+            if stored[path].nbytes:
+                array = _as_numbers(leaf)
+                arrays.append(array)
+                to_write.append(_leaf_to_write(number, path, array, stored[path]))
+        plan = plan_writes(tuple(to_write), jax.process_index(), jax.process_count(), most_bytes)
+        self.files = plan.files
+        self._sources = plan.sources
+
+        needed = {(source.leaf, source.shard_box) for file_sources in plan.sources for source in file_sources}
+        shards: dict[tuple[int, Limits], Any] = {}
+        for leaf_to_write, array in zip(to_write, arrays, strict=True):
+            for box, values in _local_boxes(array):
+                place = leaf_to_write.number, box
+                if place in needed:
+                    shards.setdefault(place, values)  # several devices may hold the same box
+        if jax.default_backend() != "cpu":
+            _start_copies(shards.values())
+        # On a CPU these are not copies, but they keep the values when the array is donated.
+        self._values = {place: np.asarray(values) for place, values in shards.items()}
+
+    def values(self, file: int, number: int) -> np.ndarray:
+        """Returns the values of a piece."""
+        source = self._sources[file][number]
+        values = self._values[source.leaf, source.shard_box]
+        if source.part is not None:
+            values = values[source.part]
+        return np.ascontiguousarray(values)
+
+
+def _as_numbers(leaf: Any) -> Any:
+    """Returns an array of numbers; of a random key, its key data."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def _leaf_to_write(number: int, path: str, array: Any, stored: StoredLeaf) -> LeafToWrite:
+    if not isinstance(array, jax.Array):
+        return LeafToWrite(number, path, stored.shape, stored.dtype, sharding=None)
+    return LeafToWrite(number, path, stored.shape, stored.dtype, array.sharding, tuple(array.shape))
+
+
+def _local_boxes(array: Any) -> Iterator[tuple[Limits, Any]]:
+    """Yields the boxes of an array that are on this process, with their values there."""
+    if not isinstance(array, jax.Array):
+        yield tuple((0, size) for size in array.shape), array
+        return
+    boxes = device_boxes(array.sharding, array.shape)
+    for shard in array.addressable_shards:
+        yield boxes[shard.device], shard.data
+
+
+def _start_copies(arrays: Iterable[object]) -> None:
+    """Starts the copies of all arrays to the host, so that they overlap; each is awaited when it is read."""
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
+
+
+# ---- a state as packed parts, one per process: a checkpoint outside a folder, such as in another host's memory
+
+HEAD_BYTES = 8
+"""A part begins with this many bytes, the length of its manifest; then come the manifest, and a packed file."""
+
+_ONE_FILE_BYTES = 1 << 62  # no part is as large, so all its pieces are in one file
+
+
+class Packing:
+    """This process's part of a state. The values are copied or held at construction, so the next step may run."""
+
+    def __init__(self, state: Any, *, step: int) -> None:
+        leaves = storable(_leaves.flatten(state))
+        shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
+        stored = {key: _manifest.describe(leaf, shapes.get(key)) for key, leaf in leaves.items()}
+        values = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Value)}
+        self._manifest = Manifest(leaves=stored, step=step, values=values)
+        self._snapshot = HostSnapshot(leaves, stored, most_bytes=_ONE_FILE_BYTES)
+
+    def finish(self) -> list[memoryview]:
+        """Returns the part as buffers to be written in order."""
+        sink = _BufferSink()
+        (layout,) = self._snapshot.files
+        checksum = write_file(sink, "", layout, lambda number: self._snapshot.values(0, number))
+        # The manifest comes first and has the file's checksum, which is known last: so the file is a list of buffers.
+        manifest = dataclasses.replace(self._manifest, packed={"": (layout.num_bytes, checksum)})
+        text = json.dumps(_manifest.to_json(manifest)).encode()
+        return [memoryview(len(text).to_bytes(HEAD_BYTES, "little") + text), *sink.buffers]
+
+
+class _BufferSink:
+    """A `Sink` that keeps the buffers passed to it, without a copy."""
+
+    part_bytes = 4 << 20
+
+    def __init__(self) -> None:
+        self.buffers: list[memoryview] = []
+
+    def write(self, name: str, num_bytes: int, parts: Parts) -> None:
+        for part in parts:
+            self.buffers += part()

@@ -1,0 +1,211 @@
+"""Converts leaves to the types that a checkpoint stores, and stored values to the types of a state."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jshard._text import counted
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.leaves import Path, text
+from jshard.checkpoint.local_arrays import as_replicas, is_local
+from jshard.checkpoint.position import is_data_position, position_text, set_position
+
+StoredValue = jax.Array | jax.ShapeDtypeStruct | np.ndarray | int | float | str
+"""A leaf as it is stored; where only its type matters, an array may be given by shape and dtype."""
+
+_STORABLE = frozenset(  # dtypes that TensorStore supports
+    "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 "
+    "complex64 complex128".split()
+)
+
+
+# ---- to be stored
+
+
+def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str, StoredValue]:
+    """Returns leaves, by path as text, in the types that are stored: only arrays, ints, floats and texts.
+
+    If only the types matter (`abstract`), positions in the data are not queried. A `CheckpointError` names the leaves
+    that are of other types or whose values are gone.
+    """
+    if not abstract:
+        _check_values_exist(leaves)
+    stored: dict[str, StoredValue] = {}
+    bad = []
+    for path, leaf in leaves.items():
+        key = text(path)
+        value = _without_values(leaf) if abstract else _stored(leaf)
+        if value is None:
+            bad.append(f"{key}  {_kind(leaf)}")
+        else:
+            stored[key] = value
+    if bad:
+        raise CheckpointError(
+            f"The state cannot be saved: {counted(len(bad), 'leaf is', 'leaves are')} not data.",
+            where=bad,
+            why="a checkpoint holds arrays of numbers, numbers of up to 64 bits, strings, and objects with get_state() "
+            "and set_state().",
+            do="leave them out of the state, or save the arrays and numbers they contain.",
+        )
+    return stored
+
+
+def _check_values_exist(leaves: Mapping[Path, Any]) -> None:
+    """Refuses arrays without values, and arrays of which this process holds no part, so that it cannot save them."""
+    arrays = {text(path): leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+    deleted = [key for key, leaf in arrays.items() if leaf.is_deleted()]
+    if deleted:
+        raise CheckpointError(
+            f"The state cannot be saved: the values of {counted(len(deleted), 'leaf')} are gone.",
+            where=deleted,
+            why="these arrays are deleted: a step that donates its arguments reuses their memory.",
+            do="save what the step returns: state = step(state, batch), then save(path, state). Or save before it.",
+        )
+    elsewhere = [key for key, leaf in arrays.items() if not leaf.addressable_shards]
+    if elsewhere:
+        arrays_elsewhere = counted(len(elsewhere), "array")
+        raise CheckpointError(
+            f"The state cannot be saved: process {jax.process_index()} holds no part of {arrays_elsewhere}.",
+            where=elsewhere,
+            why="only devices of other processes hold them, and all processes save together.",
+            do="put them on a mesh of all devices: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))",
+        )
+
+
+def _stored(leaf: object) -> StoredValue | None:
+    """Returns the stored form of a leaf; None if it cannot be stored."""
+    if isinstance(leaf, enum.Enum):
+        # Before the types below, of which an enum may be, too. Its `str` is "Phase.MAIN" where the value is "main", by
+        # the kind of enum and the version of Python.
+        return _stored(leaf.value)
+    if isinstance(leaf, str):
+        return str.__str__(leaf)  # of a subclass, the text and not what its `__str__` makes of it
+    if isinstance(leaf, np.ndarray | np.generic):
+        return _stored_array(np.asarray(leaf))
+    if isinstance(leaf, jax.Array):
+        return _stored_device_array(leaf)
+    if isinstance(leaf, int):
+        return int.__int__(leaf) if -(2**63) <= leaf < 2**63 else None
+    if isinstance(leaf, float):
+        return float.__float__(leaf)
+    if is_data_position(leaf):
+        return position_text(leaf)
+    return None
+
+
+def _stored_array(array: np.ndarray) -> np.ndarray | None:
+    if not _is_storable(array.dtype):
+        return None
+    # A copy, because the caller may change the original. Byte order is not stored.
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def _stored_device_array(array: jax.Array) -> jax.Array | None:
+    if not _is_storable(array.dtype):
+        return None
+    if is_local(array):  # every process has a copy, and one is written
+        return as_replicas(array)
+    return array
+
+
+def _without_values(leaf: object) -> StoredValue | None:
+    """Returns what stands for the stored form of a leaf if only its type matters; None if it cannot be stored."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if is_data_position(leaf):
+        return ""
+    return _stored(leaf)
+
+
+def _is_storable(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype.name in _STORABLE
+
+
+def _kind(leaf: object) -> str:
+    """Describes a leaf for messages."""
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return f"an array of {leaf.dtype}"
+    if isinstance(leaf, int):
+        return f"an int of {leaf.bit_length()} bits"
+    return f"a {type(leaf).__name__}"
+
+
+# ---- to be restored
+
+
+def abstract(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Returns shape, dtype and sharding of every array; other leaves are unchanged.
+
+    Arrays on no mesh, such as the random state of an abstract model, are replicated over the mesh of the others.
+    """
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves.values()]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+    return {path: _abstract_leaf(leaf, replicated) for path, leaf in leaves.items()}
+
+
+def _abstract_leaf(leaf: object, replicated: NamedSharding | None) -> object:
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return leaf
+    sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    if replicated is not None and not isinstance(sharding, NamedSharding):
+        sharding = replicated
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def restored(path: str, value: Any, like: Any) -> Any:
+    """Returns a stored value in the type of its counterpart in `like`; data positions are set.
+
+    Raises:
+        CheckpointError: the type of `like` has no such value, such as an enum without this member.
+    """
+    if is_data_position(like):
+        set_position(like, value)
+        return like
+    if isinstance(like, enum.Enum):
+        return _enum_member(path, value, type(like))
+    if isinstance(like, bool | int | float | str):
+        return _python_value(path, value, type(like))
+    if isinstance(like, np.generic):
+        return like.dtype.type(value)
+    return value
+
+
+def _python_value(path: str, value: Any, kind: type) -> Any:
+    if type(value) is kind:
+        return value
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise _not_of_type(path, value, kind, f"{type(error).__name__}: {error}") from error
+
+
+def _enum_member(path: str, value: Any, kind: type[enum.Enum]) -> enum.Enum:
+    """Returns the member with a stored value; earlier versions stored text enums as `Phase.MAIN`."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.item()
+    try:
+        return kind(value)
+    except ValueError as error:
+        by_name = {f"{kind.__name__}.{name}": member for name, member in kind.__members__.items()}
+        if value in by_name:
+            return by_name[value]
+        values = ", ".join(repr(member.value) for member in kind)
+        raise _not_of_type(path, value, kind, f"its members have the values {values}.") from error
+
+
+def _not_of_type(path: str, value: object, kind: type, why: str) -> CheckpointError:
+    return CheckpointError(
+        "A stored value cannot be given the type that `like` has there.",
+        where=f"{path}  stored {value!r}  wanted a {kind.__name__}",
+        why=why,
+        do=f"put a plain {type(value).__name__} there in `like`, and convert the result.",
+    )

@@ -1,0 +1,172 @@
+"""`jshard plan --auto`: ranks many configurations by estimates, and decides by compiling the first of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from jshard._live import at_work
+from jshard._text import duration
+from jshard.cluster.comparison import Compared, Comparison, VariantCompiler
+from jshard.cluster.compile import CompileRequest, Variant, command_line
+from jshard.cluster.costs import Cost, Costs
+from jshard.cluster.report import ClusterPlan
+from jshard.cluster.search import Search, search, why_lost
+from jshard.inspect.tables import FittedTable, Printed, add_row, broken_line, made_table
+
+_FINALISTS = 3  # configurations to compile
+_MORE_FINALISTS = 3  # and this many more while none of them fits
+# Rows of the table.
+_SHOWN_FITTING = 12
+_SHOWN_TOO_LARGE = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Chosen(Printed):
+    """The result of a search."""
+
+    search: Search
+    compiled: tuple[Compared, ...]  # the requested configuration, and the finalists
+    best: Compared | None  # the chosen one; None if none fits
+
+    @property
+    def fits(self) -> bool:
+        """Whether a configuration was found."""
+        return self.best is not None
+
+    def __rich__(self) -> Group:
+        parts: list[RenderableType] = [_ranking_table(self.search)]
+        for mesh, why in self.search.refused.items():
+            parts.append(Text(f"--mesh {mesh} cannot be annotated: {why}"))
+        parts += [Text(line) for line in self.search.left_out]
+        parts += [Text(), Comparison(rows=self.compiled)]
+        parts += [Text(), Text(self._verdict(), style="bold")]
+        return Group(*parts)
+
+    def _verdict(self) -> str:
+        if self.best is None:
+            return "No compiled configuration fits: it needs more devices, or a smaller batch."
+        lines = [f"chosen: {self.best.variant.name}", broken_line(self.best.command)]
+        default = self.compiled[0]
+        if not default.fits:
+            lines.append("the requested configuration does not fit.")
+        elif self.best is default:
+            lines.append("the requested configuration is the best found.")
+        else:
+            gain = _step_s(default) / _step_s(self.best)
+            lines.append(f"by the estimate {gain:.2f}x as fast as the requested configuration.")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result for JSON."""
+        considered = []
+        for cost in self.search.ranked:
+            lost = why_lost(cost, self.search.ranked[0])
+            considered.append(_record(cost) | {"fits": True, "lost": lost})
+        for cost in self.search.too_large:
+            considered.append(_record(cost) | {"fits": False})
+        return {
+            "best": None if self.best is None else self.best.command,
+            "compiled": [row.to_dict() for row in self.compiled],
+            "considered": considered,
+            "refused": dict(self.search.refused),
+            "left_out": list(self.search.left_out),
+        }
+
+
+def choose(
+    costs: Costs,
+    requested: CompileRequest,
+    mesh: Mapping[str, int],
+    *,
+    plan: ClusterPlan,
+    bench: VariantCompiler,
+) -> Chosen:
+    """Searches, compiles the first of the ranking, and takes the fastest that fits, including the requested one.
+
+    Args:
+        costs: estimates for the recipe on the cluster.
+        requested: the original request.
+        mesh: its mesh.
+        plan: the result of compiling it.
+        bench: compiles the others.
+    """
+    with at_work("estimating every configuration", say=bench.say, stream=bench.stream) as work:
+        searched = search(costs, mesh)
+        work.result = searched.counted
+    command = command_line(requested, assume=bench.cluster.assume)
+    compiled = [Compared(variant=Variant(name="as asked", mesh=mesh), command=command, plan=plan)]
+    finalists = searched.finalists(_FINALISTS + _MORE_FINALISTS)
+    candidates = [cost for cost in finalists if cost is not searched.default]
+    for number, cost in enumerate(candidates, 1):
+        is_extra = number > _FINALISTS
+        if is_extra and any(row.fits for row in compiled):
+            break
+        count = len(candidates) if is_extra else min(len(candidates), _FINALISTS)
+        compiled.append(bench.compiled(requested, cost.variant, f"{number} of {count}"))
+    fitting = [row for row in compiled if row.fits]
+    best = min(fitting, key=_step_s, default=None)
+    return Chosen(search=searched, compiled=tuple(compiled), best=best)
+
+
+def _step_s(row: Compared) -> float:
+    """Returns the estimated seconds of a step, from the compiled schedule."""
+    assert row.plan is not None
+    return row.plan.estimates.stated.step_s
+
+
+# ---- the configurations as a table, and for JSON
+
+
+def _ranking_table(searched: Search) -> FittedTable:
+    """Returns the table of the requested configuration, and the best ones of those that fit and do not fit."""
+    best = searched.ranked[0] if searched.ranked else None
+    default = searched.default
+    # The requested one is in one of the two lists: no configuration counts twice.
+    num_considered = len({id(cost) for cost in (default, *searched.ranked, *searched.too_large)})
+    caption = (
+        "Estimated from the plan, before compiling, to choose what to compile. way: what is kept from forward to"
+        " backward, remat, microbatches. waits: for collectives. Of configurations with equal times, the one with the"
+        f" least memory is shown. {num_considered} configurations were considered;"
+        f" {len(searched.too_large)} do not fit."
+    )
+    columns = ("way", "mesh", "GiB>", "step>", "computes>", "waits>", "why not")
+    table = made_table("Configurations, by the estimate", *columns, caption=caption)
+    too_large_ids = {id(cost) for cost in searched.too_large}
+    shown = (*searched.finalists(_SHOWN_FITTING), *searched.too_large[:_SHOWN_TOO_LARGE])
+
+    def why_not(cost: Cost) -> str:
+        if best is None or id(cost) in too_large_ids:
+            return "does not fit"
+        return why_lost(cost, best)
+
+    for cost in (default, *(cost for cost in shown if cost is not default)):
+        add_row(table, *_cells(cost), why_not(cost))
+    return table
+
+
+def _cells(cost: Cost) -> list[str]:
+    mesh = " ".join(f"{axis}={degree}" for axis, degree in cost.variant.mesh.items() if degree > 1)
+    return [
+        cost.variant.name,
+        mesh,
+        f"{cost.memory.step_bytes / 2**30:.1f}",
+        duration(cost.step_s),
+        duration(cost.compute_s),
+        duration(cost.exposed_s),
+    ]
+
+
+def _record(cost: Cost) -> dict[str, Any]:
+    return {
+        "name": cost.variant.name,
+        "options": cost.variant.command,
+        "memory_bytes": cost.memory.step_bytes,
+        "step_s": cost.step_s,
+        "compute_s": cost.compute_s,
+        "exposed_s": cost.exposed_s,
+    }

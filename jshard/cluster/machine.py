@@ -1,0 +1,245 @@
+"""The devices that an estimate is for: those of a run, or a cluster you do not have and what is known about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jshard.cluster.assumptions import Assumptions
+from jshard.cluster.estimate import EstimateRange, estimate_range
+from jshard.cluster.topology import Topology
+from jshard.errors import ShardingError
+from jshard.facts.devices import DEVICES, DeviceFacts, device_of
+from jshard.inspect.hlo import Schedule
+
+# ---- assumptions about devices
+
+_CPU = Assumptions(  # a guess, to be corrected by measured steps
+    name="CPU",
+    flops_per_s=5e10,
+    memory_bytes_per_s=1e10,
+    fast_bytes_per_s=2e9,
+    fast_group=1024,
+    slow_bytes_per_s=1e9,
+    latency_s=1e-4,
+    host_bytes_per_s=1e10,  # the same memory
+)
+# Dtypes of matrix products, besides those of 16 bits, of which the peaks are known.
+_DTYPES = ("f32", "f8e4m3fn", "f8e5m2")
+
+# For GPUs. A TPU has separate engines for communication, and the variation between chips is not published.
+# A collective takes multiprocessors and memory bandwidth from concurrent computation: arXiv 2507.03114, abstract, has
+# 18.9 % on average and 40 % at most, on A100, H100, MI210 and MI250.
+_CONTENTION = 0.19
+_CONTENTION_RANGE = (0.0, 0.4)
+# All wait for the slowest device: "5% and higher differences on an 8-gpu node" (ml-engineering, compute/accelerator).
+_STRAGGLING = 0.05
+_STRAGGLING_RANGE = (0.0, 0.1)
+# Latency of a collective, and of its ring steps over NVLink and network: NCCL, src/graph/tuning.cc, ring with LL128.
+_NCCL_LATENCY_S = 14e-6
+_NCCL_FAST_HOP_S = 1.9e-6
+_NCCL_SLOW_HOP_S = 4e-6
+_LAUNCH_S = 1e-6  # developer.nvidia.com/blog/cuda-graphs: 3.8 us a kernel that runs for 2.9 us
+
+
+def assumptions_of(topology: Topology) -> Assumptions:
+    """Returns the assumptions of an estimate about a cluster."""
+    return _assumptions(topology.device, topology.fast_group)
+
+
+def _assumptions(device: DeviceFacts, fast_group: int) -> Assumptions:
+    """Returns the assumptions about devices; the rates are those that their links are assumed to reach."""
+    assumptions = Assumptions(
+        name=device.title,
+        flops_per_s=device.flops_per_s["bf16"],
+        memory_bytes_per_s=device.hbm_bytes_per_s,
+        fast_bytes_per_s=device.fast.bytes_per_s,
+        fast_group=fast_group,
+        slow_bytes_per_s=device.slow.bytes_per_s,
+        matmul_efficiency=device.matmul.stated / 100,
+        attention_efficiency=device.attention.stated / 100,
+        host_bytes_per_s=None if device.host is None else device.host.bytes_per_s,
+        flops_per_s_of=tuple((dtype, device.product_flops_per_s(dtype)) for dtype in _DTYPES),
+        multiprocessors=0 if device.target is None else device.target.core_count,
+    )
+    if device.platform != "gpu":
+        return assumptions
+    return dataclasses.replace(
+        assumptions,
+        latency_s=_NCCL_LATENCY_S,
+        fast_hop_s=_NCCL_FAST_HOP_S,
+        slow_hop_s=_NCCL_SLOW_HOP_S,
+        launch_s=_LAUNCH_S,
+        contention=_CONTENTION,
+        straggling=_STRAGGLING,
+    )
+
+
+# ---- the devices of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The facts about devices that an estimate uses."""
+
+    num_devices: int
+    capacity_bytes: int | None  # memory of one device; None if unknown
+    near: int  # neighbouring devices joined by the fast links
+    assumptions: Assumptions
+
+
+def machine_here(mesh: Mesh) -> Machine:
+    """Returns the devices of a run. Unknown figures are taken from an H100, or guessed for a CPU."""
+    first = mesh.local_devices[0]
+    num_devices = len(mesh.devices.flat)
+    near = len(mesh.local_devices)
+    capacity_bytes = _device_bytes(mesh)
+    if first.platform == "cpu":
+        return Machine(num_devices, capacity_bytes, near, _CPU)
+    facts = device_of(first.device_kind) or DEVICES["h100"]
+    return Machine(num_devices, capacity_bytes or facts.hbm_bytes, near, _assumptions(facts, near))
+
+
+def _device_bytes(mesh: Mesh) -> int | None:
+    """Returns the memory of one device of a mesh; of simulated devices, their share of the host's. None if unknown."""
+    local: list[Any] = list(mesh.local_devices)
+    if local[0].platform == "cpu":
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host_bytes // len(local)
+    try:
+        stats = local[0].memory_stats() or {}
+    except jax.errors.JaxRuntimeError:  # devices of a cluster that does not exist here
+        return None
+    return stats.get("bytes_limit")
+
+
+# ---- a cluster you do not have
+
+Known = float | tuple[float, float]
+"""A value, or its lowest and highest possible value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedCluster:
+    """A cluster you do not have, and what is known about it beyond data sheets."""
+
+    topology: Topology
+    known: Mapping[str, Known] = dataclasses.field(default_factory=dict)  # by field of `Assumptions`
+
+    @property
+    def assumptions(self) -> Assumptions:
+        """The assumptions of an estimate; of a known range its middle."""
+        stated: dict[str, float] = {}
+        for name, value in self.known.items():
+            stated[name] = sum(value) / 2 if isinstance(value, tuple) else value
+        return dataclasses.replace(assumptions_of(self.topology), **stated)
+
+    @property
+    def assume(self) -> tuple[str, ...]:
+        """The known values in the form that `parse_known` reads."""
+        texts = []
+        for name, value in self.known.items():
+            ends = value if isinstance(value, tuple) else (value,)
+            texts.append(f"{name}={'..'.join(f'{end:g}' for end in ends)}")
+        return tuple(texts)
+
+    @property
+    def machine(self) -> Machine:
+        """The cluster for a search."""
+        topology = self.topology
+        return Machine(topology.num_devices, topology.device.hbm_bytes, topology.fast_group, self.assumptions)
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The least certain assumptions: the limiting links' rates, the kernels' efficiency, and waiting.
+
+        In a cluster larger than a fast-link group, the adapters are the limiting links; otherwise the fast links are.
+        """
+        device = self.topology.device
+        uncertain: dict[str, tuple[float, float]] = {}
+        if self.topology.num_devices > self.topology.fast_group:
+            uncertain["slow_bytes_per_s"] = device.slow.range
+        else:
+            uncertain["fast_bytes_per_s"] = device.fast.range
+        uncertain["matmul_efficiency"] = device.matmul.range
+        uncertain["attention_efficiency"] = device.attention.range
+        if device.platform == "gpu":
+            uncertain["contention"] = _CONTENTION_RANGE
+            uncertain["straggling"] = _STRAGGLING_RANGE
+
+        ranges = {name: ends for name, ends in uncertain.items() if name not in self.known}
+        for name, value in self.known.items():
+            if isinstance(value, tuple):
+                ranges[name] = value
+        return ranges
+
+    def estimate(self, schedule: Schedule) -> EstimateRange:
+        """Estimates a compiled step, over the ranges of the least certain assumptions."""
+        return estimate_range(schedule, self.assumptions, self.ranges)
+
+
+# ---- known values
+
+_COUNTS = ("fast_group", "multiprocessors")
+_MAY_BE_ZERO = ("contention", "straggling")
+
+
+def parse_known(texts: Sequence[str]) -> dict[str, Known]:
+    """Parses known values of a cluster, such as `slow_bytes_per_s=25e9` or `slow_bytes_per_s=10e9..14e9`.
+
+    Raises:
+        ShardingError: it is not an assumption, cannot have the value, or is given twice.
+    """
+    types = typing.get_type_hints(Assumptions)
+    names = [name for name, kind in types.items() if kind in (float, int, float | None)]
+    known: dict[str, Known] = {}
+    for text in texts:
+        name, _, value_text = text.partition("=")
+        name = name.strip()
+        value = None
+        if name in names and name not in known:
+            value = _parsed_value(name, value_text.strip())
+        if value is None:
+            raise ShardingError(
+                "An assumption is given twice." if name in known else "The assumption about the cluster is unknown.",
+                where=f"--assume {text}",
+                why=f"the assumptions are {', '.join(names)}, each a positive number, or a range such as 10e9..14e9,"
+                " given once; efficiencies are at most 1, and fast_group and multiprocessors are integers.",
+                do="--assume slow_bytes_per_s=25e9",
+            )
+        known[name] = value
+    return known
+
+
+def _parsed_value(name: str, text: str) -> Known | None:
+    """Returns the value or the range of an assumption; None if it is not valid."""
+    numbers = []
+    for end in text.split(".."):
+        number = _parsed_number(name, end)
+        if number is None:
+            return None
+        numbers.append(number)
+    if len(numbers) == 1:
+        return numbers[0]
+    if len(numbers) == 2 and numbers[0] <= numbers[1]:
+        return numbers[0], numbers[1]
+    return None
+
+
+def _parsed_number(name: str, text: str) -> float | None:
+    """Returns one number of an assumption; None if it is not valid."""
+    try:
+        number = int(text) if name in _COUNTS else float(text)
+    except ValueError:
+        return None
+    least = 0.0 if name in _MAY_BE_ZERO else sys.float_info.min
+    most = 1.0 if name.endswith("_efficiency") else sys.float_info.max
+    # False for NaN, too: no comparison with it is true.
+    return number if least <= number <= most else None

@@ -1,0 +1,148 @@
+"""Parameters of a Linen model that are stored padded: boxes that read as the logical array.
+
+A Linen parameter is an array in the user's own tree. A parameter with no divisible dim is held in a Flax box, like
+`nn.Partitioned`: the model, plain Flax and all readers of the box see the logical array; trees are mapped over the
+stored one, whose padding is zero and has no gradient.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import serialization
+from flax.core import meta
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from jshard.plans.array_paths import key_texts
+from jshard.plans.padding import OF_STORAGE, Padding
+from jshard.plans.state_places import StatePlaces
+
+
+class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
+    """A parameter that is stored padded: read, indexed and computed with as the logical array."""
+
+    def __init__(self, value: Any, padding: Padding) -> None:
+        self.value = value
+        self.padding = padding
+
+    def unbox(self) -> Any:
+        """Returns the logical array."""
+        return self.padding.cut(self.value)
+
+    def replace_boxed(self, val: Any) -> "Padded":
+        """Returns a box with another array, logical or padded."""
+        return Padded(self.padding.pad(val), self.padding)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Padded":
+        """Returns the box itself: the padded dim is counted from the end, and layers come first."""
+        return self
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Padded":
+        """Returns the box itself."""
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        return self.padding.logical_shape(self.value.shape)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.unbox()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.unbox(), dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Computes an operator, which `NDArrayOperatorsMixin` expresses by a function of numpy."""
+        if method != "__call__" or kwargs:
+            return NotImplemented
+        operands = [x.unbox() if isinstance(x, Padded) else x for x in inputs]
+        return getattr(jnp, ufunc.__name__)(*operands)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.unbox()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbox())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("value", "padding"):  # requested before they exist, e.g. by copy
+            raise AttributeError(name)
+        source = self.value if name in OF_STORAGE else self.unbox()
+        return getattr(source, name)
+
+    def __repr__(self) -> str:
+        # A tree may hold anything in place of the array, such as a sharding or None.
+        dtype = getattr(self.value, "dtype", None)
+        stored = getattr(self.value, "shape", None) or ()
+        return f"Padded({dtype}{list(self.padding.logical_shape(stored))}, stored {list(stored)})"
+
+
+# Its key in paths is that of Flax's own boxes, which `key_texts` leaves out: a path is the same without the box.
+def _flatten_with_keys(box: Padded) -> tuple[tuple[tuple[Any, Any]], Padding]:
+    return ((jax.tree_util.GetAttrKey("value"), box.value),), box.padding
+
+
+def _flatten(box: Padded) -> tuple[tuple[Any], Padding]:
+    return (box.value,), box.padding
+
+
+def _unflatten(padding: Padding, children: Any) -> Padded:
+    (value,) = children
+    return Padded(value, padding)
+
+
+def _state_dict_of(box: Padded) -> Any:
+    """Returns the logical array: a file has no padding, so it can be read on another mesh."""
+    return serialization.to_state_dict(box.unbox())
+
+
+def _from_state_dict(box: Padded, state: Any) -> Padded:
+    return box.replace_boxed(serialization.from_state_dict(box.unbox(), state))
+
+
+jax.tree_util.register_pytree_with_keys(Padded, _flatten_with_keys, _unflatten, _flatten)
+serialization.register_serialization_state(Padded, _state_dict_of, _from_state_dict)
+
+
+def is_padded(x: Any) -> bool:
+    """Returns whether an object is the box of an array that is stored padded."""
+    return isinstance(x, Padded)
+
+
+def padding_in(leaf: Any) -> Padding | None:
+    """Returns the padding of the array in a box, also in nested boxes; None if there is none."""
+    while isinstance(leaf, meta.AxisMetadata) and not is_padded(leaf):
+        leaf = getattr(leaf, "value", None)
+    return leaf.padding if isinstance(leaf, Padded) else None
+
+
+def boxed(tree: Any, places: StatePlaces) -> Any:
+    """Returns a tree whose arrays are stored padded, in boxes, where their parameters are."""
+
+    def boxed_leaf(path: tuple, x: Any) -> Any:
+        if is_padded(x):
+            return x
+        padding = places.padding(key_texts(path), getattr(x, "shape", ()))
+        return x if padding is None else Padded(padding.pad(x), padding)
+
+    return jax.tree.map_with_path(boxed_leaf, tree, is_leaf=is_padded)
+
+
+def unboxed(tree: Any) -> Any:
+    """Returns a tree with logical arrays in place of the boxes."""
+    return jax.tree.map(lambda x: x.unbox() if isinstance(x, Padded) else x, tree, is_leaf=is_padded)
+
+
+def boxed_like(old: Any, tree: Any) -> Any:
+    """Returns a tree in the form of the tree that it replaces."""
+
+    def boxed_leaf(before: Any, x: Any) -> Any:
+        return before.replace_boxed(x) if isinstance(before, Padded) else x
+
+    return jax.tree.map(boxed_leaf, old, tree, is_leaf=is_padded)

@@ -1,0 +1,104 @@
+"""Which parameters of a Linen model are trained, in any tree of them: parameters, gradients, updates."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from jshard.errors import AnnotationError
+from jshard.linen.layout import Layout
+from jshard.plans.array_paths import key_texts, tail_in
+from jshard.plans.checks import check_patterns_used
+from jshard.plans.plan import ShardPlan
+from jshard.plans.units import Path, as_filter, dotted
+
+
+class Frozen(optax.MaskedNode):
+    """Stands for the gradient and update of a frozen parameter. Tree maps skip it; the parameter stays."""
+
+    __slots__ = ()
+    __array_ufunc__ = None  # so a numpy array also leaves the sum to it
+
+    def __radd__(self, parameter: Any) -> Any:
+        return parameter
+
+
+class Trained:
+    """The parameters of a layout that are trained; `wrt` as in `js.value_and_grad`.
+
+    Attributes:
+        parameters: for each parameter, by path, whether it is trained.
+    """
+
+    def __init__(self, layout: Layout, wrt: Any) -> None:
+        chosen = as_filter(wrt)
+        self._predicate = nnx.filterlib.to_predicate(chosen)
+        self.parameters: dict[Path, bool] = {}
+        for path, leaf in layout.leaves.items():
+            self.parameters[path] = self._is_chosen(path, leaf.placement.shape, leaf.placement.dtype)
+        if wrt is nnx.Param:
+            return
+        names = {dotted(path) for path in self.parameters}
+        check_patterns_used(chosen, names, "wrt")
+        if not any(self.parameters.values()):
+            raise _none_trained(layout, wrt, names)
+
+    def mask(self, tree: Any) -> Any:
+        """Returns whether each array in a tree belongs to a trained parameter.
+
+        Arrays that belong to no parameter, as in the state of an optimizer, are chosen by their own path.
+        """
+
+        def is_trained(path: tuple, x: Any) -> bool:
+            if _is_masked(x):
+                return False
+            keys = key_texts(path)
+            parameter = tail_in(self.parameters, keys)
+            if parameter is None:
+                return self._is_chosen(keys, x.shape, x.dtype)
+            return self.parameters[parameter]
+
+        return jax.tree.map_with_path(is_trained, tree, is_leaf=_is_masked)
+
+    def split(self, tree: Any) -> tuple[Any, Any]:
+        """Returns a tree as two: the trained parameters, and the frozen ones."""
+        mask = self.mask(tree)
+        trained = jax.tree.map(lambda is_trained, x: x if is_trained else Frozen(), mask, tree)
+        frozen = jax.tree.map(lambda is_trained, x: Frozen() if is_trained else x, mask, tree)
+        return trained, frozen
+
+    def _is_chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> bool:
+        """Applies the filter, which was written for variables of NNX, to a parameter of Linen."""
+        return bool(self._predicate(path, nnx.Param(jax.ShapeDtypeStruct(shape, dtype))))
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _none_trained(layout: Layout, wrt: Any, names: set[str]) -> AnnotationError:
+    more = ", ..." if len(names) > 4 else ""
+    return AnnotationError(
+        "wrt selects no parameter of the Linen model.",
+        where=f"{layout.root.kind}: wrt={wrt!r}",
+        why=f"the parameters are {', '.join(sorted(names)[:4])}{more}; they have no types to filter by.",
+        do='wrt="*/lora_*"  # a pattern of paths; or a function: lambda path, x: "lora_a" in path',
+    )
+
+
+def joined(trained: Any, frozen: Any) -> Any:
+    """Returns the tree of which `Trained.split` made these parts."""
+
+    def is_frozen(x: Any) -> bool:
+        return isinstance(x, Frozen)
+
+    return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
+
+
+def plan_of_training(layout: Layout, wrt: Any) -> ShardPlan:
+    """Returns the plan of a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
+    trained = Trained(layout, wrt).parameters
+    leaves = tuple(dataclasses.replace(leaf, trained=trained[leaf.keys[0]]) for leaf in layout.plan.leaves)
+    return dataclasses.replace(layout.plan, leaves=leaves)
