@@ -20,7 +20,7 @@ from benchmarks.step.jax_model import adamw, config_of, tokens_like
 from benchmarks.step.sizes import Sizes
 from benchmarks.step.with_flax import FlaxStep
 from benchmarks.tables import markdown_table
-from jshard.api.init import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from models import gpt

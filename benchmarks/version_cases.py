@@ -23,7 +23,7 @@ class Case:
         settings: changes of the recipe, in the form of `--set`.
         topology: the cluster.
         mesh: degrees of the mesh; `fsdp` over all devices by default.
-        units: settings of the units, as for `jshard.api.fully_shard.revise`.
+        units: settings of the units, as for `jshard.api.revise.revise`.
         profile: the profile of `js.compiler_options`.
         plain: further settings for the model as plain Flax. A Linen model then only has its own dtypes, and no remat.
     """

@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jshard as js
 from benchmarks.tables import markdown_table
 from benchmarks.version_cases import CASES, MODELS, Case
-from jshard.api.init import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.machine import PlannedCluster
 from jshard.cluster.options import compile_nothing, options_for
 from jshard.cluster.topology import parse_topology, topology_devices

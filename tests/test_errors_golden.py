@@ -28,12 +28,12 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard import _files, _processes, errors
-from jshard.api.fully_shard import revise
-from jshard.api.gradients import LossScale
+from jshard.api.loss_scale import LossScale
+from jshard.api.revise import revise
 from jshard.engine.created import check_same
 from jshard.engine.rules import PRIMITIVES
 from jshard.errors import MeshError
-from jshard.plans.mesh import _in_torus
+from jshard.plans.make_mesh import _in_torus
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers, submodule_before_init

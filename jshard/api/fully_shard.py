@@ -1,9 +1,8 @@
-"""`fully_shard`: makes modules units, with parameters sharded over the mesh; and changes the settings of units."""
+"""`fully_shard`: makes modules units, with parameters sharded over the mesh."""
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -15,13 +14,16 @@ from jshard.engine.region import route
 from jshard.errors import AnnotationError
 from jshard.linen.annotated_class import annotated
 from jshard.plans import checks
+from jshard.plans.buffers import apart, as_array, placed_apart
 from jshard.plans.homes import settle_in
-from jshard.plans.memories import apart, as_array, home_in, placed_apart, sharding_of
+from jshard.plans.memories import home_in, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
+from jshard.plans.model_axes import Entry
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, PlacementPolicy
-from jshard.plans.plan import Leaf, make_plan, record_of
-from jshard.plans.policies import Fallback, MixedPrecision, Remat, UnitPolicy
+from jshard.plans.plan import Leaf, make_plan
+from jshard.plans.policies import Fallback, MixedPrecision, UnitPolicy
+from jshard.plans.remat import Remat
 from jshard.plans.units import (
     LogicalOptimizer,
     Path,
@@ -123,7 +125,9 @@ def fully_shard(
     )
     unit = Unit(mesh, policy, dataclasses.replace(placement, ignored=as_filter(placement.ignored)))
     checks.check_unit(unit)
-    root = unit if units is None else dataclasses.replace(unit, policy=dataclasses.replace(policy, remat="none"))
+    root = unit
+    if units is not None:  # remat of the root would run every unit three times
+        root = dataclasses.replace(unit, policy=dataclasses.replace(policy, remat="none"))
     if isinstance(module, nn.Module):
         return annotated(module, root, units, unit)
     modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
@@ -133,114 +137,8 @@ def fully_shard(
     return module
 
 
-def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module], unit: Unit) -> None:
-    """Annotates the chosen submodules, then the modules; if one fails, none is annotated."""
-    if len(modules) > 1:
-        root = dataclasses.replace(root, policy=dataclasses.replace(root.policy, group=next(_groups)))
-    done: list[nnx.Module] = []
-    try:
-        for one, record in [*((m, unit) for m in chosen), *((m, root) for m in modules)]:
-            _annotate(one, record)
-            done.append(one)
-        if unit.placement.ignored is not False:
-            names = {dotted(p) for m in modules for _, one in nested_units(m) for _, p, _ in occurrences(one)}
-            checks.check_patterns_used(unit.placement.ignored, names)
-    except AnnotationError:
-        for one in done:
-            detach(one)
-        raise
-
-
-def _annotate(module: nnx.Module, record: Unit) -> None:
-    """Makes one module a unit, plans it with the units inside, and places the arrays."""
-    checks.check_new_unit(module, record)
-    checks.check_variables(module)
-    _hold_arrays(module)
-    attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
-    units, leaves = _units(module), _leaves(module)
-    try:
-        plan = make_plan(leaves, units)
-    except AnnotationError:
-        detach(module)
-        raise
-    padded = any(leaf.placement.padding for leaf in plan.leaves)
-    line = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
-    optimizer = LogicalOptimizer(line) if padded else None
-    store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
-    placed: set[int] = set()  # ids of the values of other parameters
-    for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
-        _place(leaf.variable, planned.placement, record.mesh)
-        _keep_apart(leaf.variable, placed)
-
-
-def _hold_arrays(module: nnx.Module) -> None:
-    """Puts arrays in place of the numbers of Python and NumPy in parameters, as Flax's own transforms do."""
-    for _, variable in walk(module):
-        if isinstance(variable, nnx.Param):
-            leaves, tree = jax.tree.flatten(variable.get_raw_value())
-            arrays = list(map(as_array, leaves))
-            if any(array is not leaf for array, leaf in zip(arrays, leaves, strict=True)):
-                variable.set_raw_value(jax.tree.unflatten(tree, arrays))
-
-
-def _keep_apart(variable: nnx.Param, placed: set[int]) -> None:
-    """Copies a value that another parameter holds too, as `nnx.clone` leaves it: one step could not donate both."""
-    value = variable.get_raw_value()
-    if id(value) in placed and isinstance(value, jax.Array) and not _compat.is_tracer(value):
-        value = apart([value, value])[1]
-        variable.set_raw_value(value)
-    placed.add(id(value))
-
-
-def _units(module: nnx.Module) -> dict[Path, Unit]:
-    """The records of the units in a module, by path, as seen from the enclosing module."""
-    units = units_in(module)
-    allowed = []
-    for path, unit in units.items():
-        name = "" if unit.placement.gathered or not path else dotted(path)
-        units[path] = dataclasses.replace(unit, nested=bool(path) or unit.nested, name=name)
-        allowed += [f"{dotted(path)}/{one}" if path else one for one in unit.placement.allow_replicated]
-    root = units[()]
-    units[()] = dataclasses.replace(root, placement=dataclasses.replace(root.placement, allow_replicated=allowed))
-    return units
-
-
-def _leaves(module: nnx.Module) -> dict[Path, Leaf]:
-    """The parameters of a module whose units have records, as a plan takes them."""
-    units = {id(one): path for path, one in nested_units(module)}
-    uses: dict[int, list[tuple[nnx.Param, Path, tuple[Path, ...]]]] = {}
-    for variable, path, around in occurrences(module):
-        uses.setdefault(id(variable), []).append((variable, path, tuple(units[id(one)] for one in around)))
-    leaves = {}
-    for (variable, *_), (first, *aliases), around in (zip(*found, strict=True) for found in uses.values()):
-        shape, dtype = logical_shape(variable), variable.get_raw_value().dtype
-        leaves[first] = Leaf(shape, dtype, _given_spec(variable), tuple(aliases), around, variable=variable)
-    return leaves
-
-
-def _given_spec(variable: nnx.Param) -> tuple:
-    """Mesh axes named by the model's own `out_sharding` metadata, such as a tensor axis."""
-    given = variable.get_metadata("out_sharding", None)
-    return tuple(given) if given else ()
-
-
-def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
-    padding = Padding.of(placement)
-    value = (variable if padding_of(variable) == padding else logical(variable)).get_raw_value()
-    value = value if padding is None else padding.pad(value)
-    if _given_spec(variable):  # Flax would place it, and its copies in the optimizer, by the model's axes alone
-        variable.set_metadata(eager_sharding=False)
-    sharding = sharding_of(mesh, placement.partition_spec, on_host=placement.on_host)
-    if isinstance(value, jax.ShapeDtypeStruct):
-        value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    elif is_concrete(mesh) and not _compat.is_tracer(value):
-        value = placed_apart(value, sharding)
-    store(variable, padding, value)
-    settle_in(variable, home_in(mesh, placement))
-
-
 def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
-    """The submodules selected by the one-call form, inner ones first."""
+    """Returns the submodules selected by the one-call form, inner ones first."""
     if units is None:
         return []
     if isinstance(units, Mapping):
@@ -251,78 +149,176 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
             do='js.fully_shard(model.blocks[0], mesh=mesh, remat="full")  # then the root',
         )
     choices = list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
-    found, kinds = [], {}
-    for root in modules:
-        for path, node in nnx.iter_graph(root):
-            if not path or not isinstance(node, nnx.Module) or isinstance(node, nnx.List):
-                continue
-            kinds.setdefault(type(node).__name__, dotted(path))
-            if any(chosen(choice, dotted(path), node) for choice in choices):
-                found.append(node)
-    if not found:
+    chosen_modules = []
+    kinds: dict[str, str] = {}  # classes of the submodules, each with the path of one
+    for path, submodule in _submodules(modules):
+        kinds.setdefault(type(submodule).__name__, path)
+        if any(chosen(choice, path, submodule) for choice in choices):
+            chosen_modules.append(submodule)
+    if not chosen_modules:
         raise checks.no_unit_chosen(type(modules[0]).__name__, repr(units), kinds, "blocks/*")
-    return found
+    return chosen_modules
 
 
-# Changed settings for the units of an annotated model: to try configurations without editing its file.
+def _submodules(modules: list[nnx.Module]) -> Iterator[tuple[str, nnx.Module]]:
+    """Yields the modules inside, inner ones first, each with its path; a list of modules is not one."""
+    for module in modules:
+        for path, node in nnx.iter_graph(module):  # inner nodes first
+            is_submodule = len(path) > 0 and isinstance(node, nnx.Module)
+            if is_submodule and not isinstance(node, nnx.List):
+                yield dotted(path), node
 
-SETTINGS = ("reshard_after_forward", "remat", "prefetch")
-"""What `revise` changes; each as in `js.fully_shard`."""
 
+def _annotate_all(modules: list[nnx.Module], root: Unit, chosen_modules: list[nnx.Module], unit: Unit) -> None:
+    """Annotates the chosen submodules, then the modules; if one fails, none is annotated.
 
-def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
-    """Changes settings (`SETTINGS`) of an annotated model's units, in place. Parameters keep their placement.
-
-    `prefetch`, and a `reshard_after_forward` of False, apply to every unit inside the root. Other values of
-    `reshard_after_forward`, and `remat`, apply to the layers only: units that the model has several of, or stacks of
-    them; to all innermost units if no unit repeats. A head or an encoder's wrapper keeps its settings, as does a unit
-    that is never gathered.
+    Args:
+        modules: what the user annotates.
+        root: the record of these.
+        chosen_modules: submodules, inner ones first.
+        unit: the record of those.
     """
-    root = record_of(model)
-    assert root.plan is not None, "an annotated model has one"
-    if unknown := [name for name in settings if name not in SETTINGS]:
-        raise AnnotationError(
-            "A unit has no such setting.",
-            where=[f"{name}={settings[name]!r}" for name in unknown],
-            why=f"the settings are {', '.join(SETTINGS)}.",
-            do='revise(model, {"remat": "full"})',
-        )
-    UnitPolicy().changed(root.mesh, **settings)
-    if settings and not has_inner_units(model):
-        raise AnnotationError(
-            "The model has no units whose settings could be changed.",
-            where=", ".join(f"{name}={value!r}" for name, value in settings.items()),
-            why="its root is the only unit, and it is gathered as a whole.",
-            do="js.fully_shard(model, units=Block, mesh=mesh)",
-        )
-    layers = set(map(id, repeated_layers(model)))
-    units: dict[Path, Unit] = {}
-    for path, module in nested_units(model):
-        units[path] = unit = record_of(module)
-        if path and unit.placement.gathered:
-            mine = {k: v for k, v in settings.items() if id(module) in layers or _is_for_all(k, v)}
-            units[path] = dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **mine))
-    store_plan(model, root.plan, units)
+    if len(modules) > 1:
+        root = dataclasses.replace(root, policy=dataclasses.replace(root.policy, group=next(_groups)))
+    records = [(module, unit) for module in chosen_modules] + [(module, root) for module in modules]
+    done: list[nnx.Module] = []
+    try:
+        for module, record in records:
+            _annotate(module, record)
+            done.append(module)
+        ignored = unit.placement.ignored
+        if ignored is not False:
+            checks.check_patterns_used(ignored, _paths_from_units(modules))
+    except AnnotationError:
+        for module in done:
+            detach(module)
+        raise
 
 
-def has_inner_units(model: nnx.Module) -> bool:
-    """Whether there are units inside the root whose settings can be changed."""
-    return any(path and record_of(module).placement.gathered for path, module in nested_units(model))
+def _paths_from_units(modules: list[nnx.Module]) -> set[str]:
+    """Returns the paths of all parameters, each from every unit around it."""
+    paths = set()
+    for module in modules:
+        for _, unit_module in nested_units(module):
+            paths |= {dotted(path) for _, path, _ in occurrences(unit_module)}
+    return paths
 
 
-def _is_for_all(name: str, value: Any) -> bool:
-    return name == "prefetch" or (name == "reshard_after_forward" and value is False)
+def _annotate(module: nnx.Module, record: Unit) -> None:
+    """Makes one module a unit, plans it with the units inside, and places the arrays."""
+    checks.check_new_unit(module, record)
+    checks.check_variables(module)
+    _replace_numbers_by_arrays(module)
+    # A unit before its plan is made: the plan is that of all units in the module, itself included.
+    attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
+    units = _units_seen_from(module)
+    leaves = _leaves(module)
+    try:
+        plan = make_plan(leaves, units)
+    except AnnotationError:
+        detach(module)
+        raise
+    optimizer = None  # shared by all units: once one is made for the model, each of them knows
+    if any(leaf.placement.padding for leaf in plan.leaves):
+        line = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
+        optimizer = LogicalOptimizer(line)
+    store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
+    placed: set[int] = set()
+    for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
+        _place(leaf.variable, planned.placement, record.mesh)
+        _keep_apart(leaf.variable, placed)
 
 
-def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
-    """The units that repeat, with the number of layers in each: innermost units that occur several times, or stacks."""
-    inner = [module for path, module in nested_units(model) if path and _is_innermost(module)]
-    inner = [module for module in inner if record_of(module).placement.gathered]
-    depths = {module: max((leaf.placement.layers for leaf in record_of(module).members), default=1) for module in inner}
-    count = collections.Counter(map(plain_class, inner))
-    repeated = {module: depth for module, depth in depths.items() if count[plain_class(module)] > 1 or depth > 1}
-    return repeated or depths
+def _replace_numbers_by_arrays(module: nnx.Module) -> None:
+    """Puts arrays in place of the numbers of Python and NumPy in parameters, as Flax's own transforms do."""
+    for _, variable in walk(module):
+        if isinstance(variable, nnx.Param):
+            leaves, tree = jax.tree.flatten(variable.get_raw_value())
+            arrays = list(map(as_array, leaves))
+            if any(array is not leaf for array, leaf in zip(arrays, leaves, strict=True)):
+                variable.set_raw_value(jax.tree.unflatten(tree, arrays))
 
 
-def _is_innermost(module: nnx.Module) -> bool:
-    return all(not path for path, _ in nested_units(module)) and any(True for _ in occurrences(module))
+def _keep_apart(variable: nnx.Param, placed: set[int]) -> None:
+    """Copies a value that another parameter holds too, as `nnx.clone` leaves it: one step could not donate both.
+
+    Args:
+        variable: a parameter.
+        placed: ids of the values of other parameters, which keep them alive; that of this one is added.
+    """
+    value = variable.get_raw_value()
+    if id(value) in placed and isinstance(value, jax.Array) and not _compat.is_tracer(value):
+        value = apart([value, value])[1]
+        variable.set_raw_value(value)
+    placed.add(id(value))
+
+
+def _units_seen_from(module: nnx.Module) -> dict[Path, Unit]:
+    """Returns the records of the units in a module, by path, as seen from the enclosing module."""
+    units = units_in(module)
+    allowed_from_root = []  # only the root's patterns are matched when it checks the whole model
+    for path, unit in units.items():
+        is_root = not path
+        name = "" if unit.placement.gathered or is_root else dotted(path)
+        units[path] = dataclasses.replace(unit, nested=unit.nested or not is_root, name=name)
+        for pattern in unit.placement.allow_replicated:
+            allowed_from_root.append(pattern if is_root else f"{dotted(path)}/{pattern}")
+    root = units[()]
+    placement = dataclasses.replace(root.placement, allow_replicated=allowed_from_root)
+    units[()] = dataclasses.replace(root, placement=placement)
+    return units
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """One of the places of a parameter in a model; a tied one has several."""
+
+    variable: nnx.Param
+    path: Path
+    around: tuple[Path, ...]  # the units around it, outermost first
+
+
+def _leaves(module: nnx.Module) -> dict[Path, Leaf]:
+    """Returns the parameters of a module whose units have records, as a plan takes them."""
+    unit_paths = {id(unit_module): path for path, unit_module in nested_units(module)}
+    uses: dict[int, list[_Use]] = {}
+    for variable, path, unit_modules in occurrences(module):
+        around = tuple(unit_paths[id(unit_module)] for unit_module in unit_modules)
+        uses.setdefault(id(variable), []).append(_Use(variable, path, around))
+    return {uses_of_one[0].path: _leaf(uses_of_one) for uses_of_one in uses.values()}
+
+
+def _leaf(uses: list[_Use]) -> Leaf:
+    variable = uses[0].variable
+    return Leaf(
+        shape=logical_shape(variable),
+        dtype=variable.get_raw_value().dtype,
+        spec=_model_axes(variable),
+        aliases=tuple(use.path for use in uses[1:]),
+        around=tuple(use.around for use in uses),
+        variable=variable,
+    )
+
+
+def _model_axes(variable: nnx.Param) -> tuple[Entry, ...]:
+    """Returns the mesh axes named by the model's own `out_sharding` metadata, such as a tensor axis."""
+    return tuple(variable.get_metadata("out_sharding", None) or ())
+
+
+def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
+    """Stores the value of a parameter as planned: padded, sharded, in its memory."""
+    padding = Padding.of(placement)
+    # A unit inside, annotated before, may have stored it with another padding: the root can allow it to be replicated.
+    as_planned = variable if padding_of(variable) == padding else logical(variable)
+    value = as_planned.get_raw_value()
+    if padding is not None:
+        value = padding.pad(value)
+    if _model_axes(variable):  # Flax would place it, and its copies in the optimizer, by the model's axes alone
+        variable.set_metadata(eager_sharding=False)
+    sharding = sharding_of(mesh, placement.partition_spec, on_host=placement.on_host)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    elif is_concrete(mesh) and not _compat.is_tracer(value):
+        value = placed_apart(value, sharding)
+    store(variable, padding, value)
+    settle_in(variable, home_in(mesh, placement))

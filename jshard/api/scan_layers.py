@@ -15,7 +15,13 @@ from jshard.engine.units import in_region_trace
 from jshard.engine.values import raw
 from jshard.errors import CallError
 from jshard.plans.policies import is_real_float
-from jshard.plans.units import dotted, plain_class, unit_of
+from jshard.plans.units import Path, dotted, plain_class, unit_of
+
+Tree = Any
+"""A pytree of arrays, or of their shapes."""
+
+Rows = tuple[Tree, Tree, Tree]
+"""Parameters, other variables and per-layer arguments: of all layers, with a row for each, or one layer's."""
 
 
 def scan_layers(
@@ -53,20 +59,30 @@ def scan_layers(
     Example:
         >>> x = js.scan_layers(model.blocks, x)
     """
-    stack = _Stack(layers, method, _arrays(x), _arrays(xs), args, kwargs, collect=collect)
-    return _loop(stack) if stack.is_list and not in_region_trace() else _scan(stack)
+    stack = _Stack(layers, method, _as_arrays(x), _as_arrays(xs), args, kwargs, collect=collect)
+    if stack.is_list and not in_region_trace():
+        return _run_in_python(stack)
+    return _run_in_scan(stack)
 
 
 class _Stack:
     """Equal layers, a list or one module that holds all, as arrays with a row per layer."""
 
     def __init__(
-        self, layers: Any, method: str, x: Any, xs: Any, args: tuple, kwargs: dict[str, Any], *, collect: bool
+        self,
+        layers: Any,
+        method: str,
+        x: Tree,
+        xs: Tree,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        collect: bool,
     ) -> None:
         _refuse_linen(layers)
-        self.is_list = not isinstance(layers, nnx.Module) or isinstance(layers, (nnx.List, nnx.Sequential))
-        found: Any = layers.layers if isinstance(layers, nnx.Sequential) else layers
-        self.modules = list(found) if self.is_list else [layers]
+        is_container = isinstance(layers, (nnx.List, nnx.Sequential))  # modules, too, but not layers
+        self.is_list = is_container or not isinstance(layers, nnx.Module)
+        self.modules = _modules_of(layers) if self.is_list else [layers]
         if not self.modules:
             raise CallError(
                 "There are no layers to scan.",
@@ -74,124 +90,174 @@ class _Stack:
                 why="the list is empty.",
                 do="js.scan_layers(model.blocks, x)",
             )
-        self.x, self.xs, self.args, self.kwargs, self.collect = x, xs, args, kwargs, collect
-        run = getattr(plain_class(self.modules[0]), method)
-        own = () if xs is None else (_row(xs, 0),)
-        self.calls = [MethodCall(module, run, (x, *own, *args), kwargs) for module in self.modules]
+        self.x = x
+        self.xs = xs
+        self.args = args
+        self.kwargs = kwargs
+        self.collect = collect
+        function = getattr(plain_class(self.modules[0]), method)
+        inputs = (x, *self._layer_inputs(_row(xs, 0)), *args)
+        self.calls = [MethodCall(module, function, inputs, kwargs) for module in self.modules]
         _check_equal(self.calls)
         self.call = self.calls[0]  # represents all
 
     @functools.cached_property
-    def rows(self) -> tuple[list, list]:
+    def rows(self) -> tuple[list[Any], list[Any]]:
         """The parameters and the other variables, with a row per layer."""
         values = [call.values()[:2] for call in self.calls]
-        return jax.tree.map(lambda *rows: jnp.stack(rows), *values) if self.is_list else values[0]
+        if not self.is_list:
+            return values[0]
+        return jax.tree.map(lambda *rows: jnp.stack(rows), *values)
 
     @property
     def length(self) -> int:
         """The number of layers."""
-        shapes = [x.shape for x in jax.tree.leaves((self.rows, self.xs))]
-        length = len(self.modules) if self.is_list else next((s[0] for s in shapes if s), 0)
-        bad = [str(tuple(s)) for s in shapes if not s or s[0] != length]
-        if bad:
+        shapes = [tuple(x.shape) for x in jax.tree.leaves((self.rows, self.xs))]
+        length = len(self.modules)
+        if not self.is_list:
+            length = next((shape[0] for shape in shapes if shape), 0)
+        other_shapes = [str(shape) for shape in shapes if not shape or shape[0] != length]
+        if other_shapes:
             raise CallError(
                 "Some arrays do not have one row per layer.",
                 where=f"scan_layers: {self.call.where}",
-                why=f"{length} layers, and arrays of shapes {', '.join(dict.fromkeys(bad))}.",
+                why=f"{length} layers, and arrays of shapes {', '.join(dict.fromkeys(other_shapes))}.",
                 do="stack xs along a new leading dim; build stacked layers with random state under nnx.split_rngs.",
             )
         return length
 
-    def run(self, module: nnx.Module, x: Any, own: Any) -> tuple[Any, Any]:
-        """One layer: its carry and its output."""
-        of_layer = () if self.xs is None else (own,)
-        out = getattr(module, self.call.method.__name__)(x, *of_layer, *self.args, **self.kwargs)
+    def run_layer(self, module: nnx.Module, x: Tree, layer_row: Tree) -> tuple[Tree, Any]:
+        """Returns the carry and the output of one layer; `layer_row` is its row of `xs`."""
+        method = getattr(module, self.call.method.__name__)  # by name, so that a unit's class routes the call
+        result = method(x, *self._layer_inputs(layer_row), *self.args, **self.kwargs)
         if not self.collect:
-            return out, None
-        if isinstance(out, tuple) and len(out) == 2:
-            return out
+            return result, None
+        if isinstance(result, tuple) and len(result) == 2:
+            return result
         raise CallError(
             "A layer returns no output to collect.",
             where=f"scan_layers: {self.call.where}",
-            why=f"with collect=True it must return (x, output), not {type(out).__name__}.",
+            why=f"with collect=True it must return (x, output), not {type(result).__name__}.",
             do="js.scan_layers(layers, x)",
         )
 
+    def _layer_inputs(self, layer_row: Tree) -> tuple[Tree, ...]:
+        """Returns the arguments that a layer has for itself: its row of `xs`, if there are any."""
+        return () if self.xs is None else (layer_row,)
+
     def write_back(self, changes: FlatState) -> None:
         """Writes changed state, with a row per layer, back to the layers."""
-        for i, call in enumerate(self.calls):
-            pick = (lambda value, i=i: _row(value, i)) if self.is_list else lambda value: value
-            call.write_back([(path, v.replace(pick(v.get_raw_value()))) for path, v in changes])
+        for layer, call in enumerate(self.calls):
+            state = []
+            for path, variable in changes:
+                value = variable.get_raw_value()
+                state.append((path, variable.replace(_row(value, layer) if self.is_list else value)))
+            call.write_back(state)
 
 
-def _loop(stack: _Stack) -> Any:
-    """The loop that `scan_layers` is equivalent to."""
-    x, outputs = stack.x, []
-    for i, module in enumerate(stack.modules):
-        x, output = stack.run(module, x, _row(stack.xs, i))
+def _modules_of(layers: Any) -> list[nnx.Module]:
+    modules: Any = layers.layers if isinstance(layers, nnx.Sequential) else layers
+    return list(modules)
+
+
+def _run_in_python(stack: _Stack) -> Any:
+    """Runs the loop that `scan_layers` is equivalent to."""
+    x = stack.x
+    outputs = []
+    for layer, module in enumerate(stack.modules):
+        x, output = stack.run_layer(module, x, _row(stack.xs, layer))
         outputs.append(output)
-    return (x, jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)) if stack.collect else x
+    if not stack.collect:
+        return x
+    return x, jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
 
 
-def _scan(stack: _Stack) -> Any:
-    call, changed = stack.call, []
+def _run_in_scan(stack: _Stack) -> Any:
+    """Runs the layers in one scan, and writes changed state back to them."""
+    call = stack.call
+    changed_state: FlatState = []
 
-    def layer(x: Any, rows: tuple) -> tuple[Any, tuple]:
-        params, state, own = rows
+    def layer(x: Tree, rows: Rows) -> tuple[Tree, tuple[Tree, list[jax.Array]]]:
+        params, state, layer_row = rows
         live = call.put_together(params, state, call.arrays)
         before = Snapshot.of(live)
-        x, output = stack.run(live.module, x, own)
-        changed[:] = before.changed_state(live, call.where)
-        return x, (output, [raw(v) for _, v in changed])
+        x, output = stack.run_layer(live.module, x, layer_row)
+        # Replaced and not extended: the body is traced more than once, and each trace finds the same variables.
+        changed_state[:] = before.changed_state(live, call.where)
+        return x, (output, [raw(variable) for _, variable in changed_state])
 
-    def step(x: Any, rows: tuple) -> tuple[Any, tuple]:
-        after, outputs = layer(x, rows)
-        _check_carry(stack, x, after)
-        return after, outputs
+    def step(x: Tree, rows: Rows) -> tuple[Tree, tuple[Tree, list[jax.Array]]]:
+        x_after, outputs = layer(x, rows)
+        _check_carry(stack, x, x_after)
+        return x_after, outputs
 
-    rows, length = (*stack.rows, stack.xs), stack.length
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
-    x = _as_returned(stack, lambda x, row: layer(x, row)[0], one)
-    x, (outputs, values) = lax.scan(step, x, rows, length=length)
-    stack.write_back([(path, v.replace(value)) for (path, v), value in zip(changed, values, strict=True)])
+    rows = (*stack.rows, stack.xs)
+    length = stack.length
+    row_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+    first_x = _in_returned_dtypes(stack, lambda x, row: layer(x, row)[0], row_shapes)
+    x, (outputs, values) = lax.scan(step, first_x, rows, length=length)
+    changes = []
+    for (path, variable), value in zip(changed_state, values, strict=True):
+        changes.append((path, variable.replace(value)))
+    stack.write_back(changes)
     return (x, outputs) if stack.collect else x
 
 
-def _as_returned(stack: _Stack, layer: Callable[[Any, Any], Any], row: Any) -> Any:
-    """The first layer's input, in the dtypes that a layer returns: a unit that casts its inputs accepts both."""
+def _in_returned_dtypes(stack: _Stack, layer: Callable[[Tree, Rows], Tree], row: Rows) -> Tree:
+    """Returns the first layer's input, in the dtypes that a layer returns: a unit that casts its inputs accepts both.
+
+    Args:
+        stack: the layers.
+        layer: returns the carry of a layer.
+        row: the shapes of one layer's arrays.
+    """
     unit = unit_of(stack.modules[0])
-    if unit is None or not (unit.policy.mixed_precision.param_dtype and unit.policy.mixed_precision.cast_inputs):
+    if unit is None:
         return stack.x
-    after = jax.eval_shape(layer, stack.x, row)
-    if jax.tree.structure(after) != jax.tree.structure(stack.x):
+    precision = unit.policy.mixed_precision
+    if not precision.param_dtype or not precision.cast_inputs:
         return stack.x
-    is_cast = lambda x, y: is_real_float(x.dtype) and is_real_float(y.dtype)
-    return jax.tree.map(lambda x, y: x.astype(y.dtype) if is_cast(x, y) else x, stack.x, after)
+    returned = jax.eval_shape(layer, stack.x, row)
+    if jax.tree.structure(returned) != jax.tree.structure(stack.x):
+        return stack.x  # the scan itself raises, and names the difference
+
+    def in_returned_dtype(x: jax.Array, y: jax.ShapeDtypeStruct) -> jax.Array:
+        if is_real_float(x.dtype) and is_real_float(y.dtype):
+            return x.astype(y.dtype)
+        return x
+
+    return jax.tree.map(in_returned_dtype, stack.x, returned)
 
 
-def _arrays(tree: Any) -> Any:
+def _as_arrays(tree: Tree) -> Tree:
     return jax.tree.map(jnp.asarray, tree)
 
 
-def _row(rows: Any, i: int) -> Any:
+def _row(rows: Tree, i: int) -> Tree:
+    """Returns one layer's row of each array in a tree."""
     return jax.tree.map(lambda x: x[i], rows)
 
 
-def _check_carry(stack: _Stack, before: Any, after: Any) -> None:
+def _check_carry(stack: _Stack, before: Tree, after: Tree) -> None:
     """Raises unless a layer's result has the structure, shapes and dtypes of its input."""
-    types_of = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-    given, got = types_of(_arrays(before)), types_of(_arrays(after))
-    if given == got:
+    types_before = _types_of(_as_arrays(before))
+    types_after = _types_of(_as_arrays(after))
+    if types_before == types_after:
         return
     raise CallError(
         "A layer changes the type of the value passed from layer to layer.",
         where=f"scan_layers: {stack.call.where}",
-        why=f"it received {given} and returned {got}; a scan needs them equal.",
+        why=f"it received {types_before} and returned {types_after}; a scan needs them equal.",
         do="return x in its own dtype and shape; layers that return (x, output) need collect=True.",
     )
 
 
+def _types_of(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+
+
 def _refuse_linen(layers: Any) -> None:
+    """Raises for layers of a Linen model."""
     first = next(iter(layers), None) if isinstance(layers, (list, tuple)) else layers
     if isinstance(first, nn.Module):
         raise CallError(
@@ -204,7 +270,7 @@ def _refuse_linen(layers: Any) -> None:
 
 def _check_equal(calls: list[MethodCall]) -> None:
     """Raises unless all layers have the same structure and share nothing."""
-    first, seen = calls[0], {}
+    first = calls[0]
     if first.has_objects:
         raise CallError(
             "The arguments of scan_layers contain a module or Rngs.",
@@ -212,19 +278,26 @@ def _check_equal(calls: list[MethodCall]) -> None:
             why="the layers run in one loop, so its changes could not pass from layer to layer.",
             do="pass it to the layers when they are built, or pass arrays (a random key, one per layer, in xs).",
         )
-    for i, call in enumerate(calls):
-        if difference := first.difference(call):
+    first_uses: dict[int, int] = {}  # of each variable: the layer that has it
+    for layer, call in enumerate(calls):
+        difference = first.difference(call)
+        if difference:
             raise CallError(
                 "The layers to scan are not equal.",
-                where=f"scan_layers: {first.where}, layers 0 and {i}",
+                where=f"scan_layers: {first.where}, layers 0 and {layer}",
                 why=difference,
                 do="for layer in layers: x = layer(x)",
             )
         for path, variable in (*call.params, *call.state):
-            if (other := seen.setdefault(id(variable), (i, path)))[0] != i:
-                raise CallError(
-                    "Layers to scan share a variable.",
-                    where=f"scan_layers: {first.where}, layers {other[0]} and {i}: {dotted(path[1:])}",
-                    why="in a scan each layer has its own row of the variable.",
-                    do="for layer in layers: x = layer(x)",
-                )
+            first_layer = first_uses.setdefault(id(variable), layer)
+            if first_layer != layer:
+                raise _shared_variable(first, first_layer, layer, path)
+
+
+def _shared_variable(call: MethodCall, first_layer: int, layer: int, path: Path) -> CallError:
+    return CallError(
+        "Layers to scan share a variable.",
+        where=f"scan_layers: {call.where}, layers {first_layer} and {layer}: {dotted(path[1:])}",
+        why="in a scan each layer has its own row of the variable.",
+        do="for layer in layers: x = layer(x)",
+    )

@@ -58,7 +58,8 @@ def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMes
     import jax
 
     import jshard as js
-    from jshard.plans.mesh import AXES, nearest_degrees
+    from jshard.plans.make_mesh import nearest_degrees
+    from jshard.plans.mesh import AXES
 
     try:
         return js.mesh(**{**sizes, "devices": cast(Any, devices)})

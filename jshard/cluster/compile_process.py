@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard.api.init import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.child_process import CompileError, answer
 from jshard.cluster.compile import CompiledStep, CompileRequest, TooLargeError
 from jshard.cluster.options import Options, compile_nothing, options_for

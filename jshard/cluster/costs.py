@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from flax import nnx
 
 import jshard as js
-from jshard.api.fully_shard import has_inner_units, repeated_layers, revise
+from jshard.api.revise import has_inner_units, repeated_layers, revise
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.machine import Machine

@@ -19,7 +19,8 @@ from jshard.engine.rules import PARTIAL, Shard, Value
 from jshard.engine.stored import inner_dims
 from jshard.engine.weighted import MeanShares, nonzero, value_and_weight
 from jshard.errors import CallError
-from jshard.plans.memories import back, fetched, key_texts, placed_like, to_device
+from jshard.plans.array_paths import key_texts
+from jshard.plans.memories import back, fetched, placed_like, to_device
 from jshard.plans.mesh import (
     CONTEXT,
     AnyMesh,
@@ -31,7 +32,8 @@ from jshard.plans.mesh import (
     region_axes,
     region_degree,
 )
-from jshard.plans.placement import Placement, spec_over
+from jshard.plans.model_axes import spec_over
+from jshard.plans.placement import Placement
 from jshard.plans.policies import is_real_float
 from jshard.plans.units import Unit
 

@@ -12,7 +12,7 @@ from jshard.engine import stored
 from jshard.engine.rules import Shard, State, Value
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.plans.mesh import batch_axes, inner_axes, region_degree
-from jshard.plans.placement import axes_of, spec_over
+from jshard.plans.model_axes import axes_of, spec_over
 from jshard.plans.plan import resharded
 from jshard.plans.units import Unit
 

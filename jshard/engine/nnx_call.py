@@ -15,19 +15,14 @@ from jshard.engine.context import during, parameters_are_fixed, region_mesh
 from jshard.engine.method_call import FlatState, Live, MethodCall, Snapshot, parameter_written
 from jshard.engine.padded import PaddedCandidate, guarded
 from jshard.engine.values import is_array, raw
-from jshard.plans.checks import (
-    check_axes_are_placed,
-    check_has_arrays,
-    check_replicated,
-    check_stored,
-    others_of,
-    warn_of_unplanned,
-)
+from jshard.plans.call_checks import check_has_arrays, check_stored, warn_of_unplanned
+from jshard.plans.checks import check_axes_are_placed
 from jshard.plans.memories import place_variable, stored_array
-from jshard.plans.mesh import NUMBERS
+from jshard.plans.numeric import NUMBERS
 from jshard.plans.padding import Padding, is_as_placed, padding_of, store
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, as_stored
+from jshard.plans.replication import check_replicated, others_of
 from jshard.plans.units import (
     NESTED,
     Path,

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jshard import _compat
 from jshard.engine.values import has_gradient
-from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
+from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
 Atom: TypeAlias = Var | Literal
 Bind = Callable[[JaxprEqn, list[Any]], list[Any]]

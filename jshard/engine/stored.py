@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 from jshard import _compat
 from jshard.engine.inner import FUSED, over_axis_p
 from jshard.plans.mesh import FSDP, INNER_AXES
+from jshard.plans.model_axes import axes_of
 from jshard.plans.padding import Padding
-from jshard.plans.placement import Placement, axes_of
+from jshard.plans.placement import Placement
 
 Collective = Callable[[jax.Array], jax.Array]
 

@@ -15,7 +15,7 @@ from jshard.engine.context import attention_again
 from jshard.engine.program import Program, abstract, evaluate_jaxpr
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
-from jshard.plans.policies import ATTENTION_AGAIN, Remat, kept_names
+from jshard.plans.remat import ATTENTION_AGAIN, Remat, kept_names
 
 
 class Call(Protocol):

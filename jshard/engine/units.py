@@ -23,7 +23,8 @@ from jshard.engine.values import is_array, is_nnx
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import data_axes, data_degree
 from jshard.plans.placement import Placement
-from jshard.plans.policies import ATTENTION_AGAIN, MixedPrecision, Remat, is_real_float
+from jshard.plans.policies import MixedPrecision, is_real_float
+from jshard.plans.remat import ATTENTION_AGAIN, Remat
 from jshard.plans.units import NESTED, OWN, Unit
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.api.fully_shard import repeated_layers, revise
+from jshard.api.revise import repeated_layers, revise
 from jshard.engine.context import shapes_only, without_update
 from jshard.plans.mesh import region_degree
 from jshard.plans.plan import root_forgotten

@@ -19,7 +19,7 @@ from jshard.engine.values import has_gradient, is_array
 from jshard.engine.weighted import WeightedMean, mean_of
 from jshard.errors import CallError
 from jshard.linen.annotation import annotation_for, annotation_of
-from jshard.plans.memories import key_texts
+from jshard.plans.array_paths import key_texts
 from jshard.plans.plan import root_forgotten
 from jshard.plans.policies import wide_dtype
 from jshard.plans.units import Unit, is_key, plain_class, unit_of, units_in

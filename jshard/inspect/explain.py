@@ -29,11 +29,11 @@ from jshard.inspect.plan_tables import (
 )
 from jshard.inspect.tables import Printed
 from jshard.linen.annotation import annotation_of
-from jshard.plans.checks import Other, others_of
 from jshard.plans.homes import place_of
 from jshard.plans.memories import is_placed
 from jshard.plans.plan import ShardPlan, record_of, unsharded_class
 from jshard.plans.plan import plan as make_plan
+from jshard.plans.replication import Other, others_of
 from jshard.plans.units import dotted, numberless, occurrences
 
 

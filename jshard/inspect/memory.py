@@ -11,9 +11,12 @@ import optax
 from flax import nnx
 
 from jshard.inspect.activations import Activations
-from jshard.plans.memories import HOST_KIND, StatePlaces, key_texts
-from jshard.plans.placement import Placement, axes_of
+from jshard.plans.array_paths import key_texts
+from jshard.plans.memories import HOST_KIND
+from jshard.plans.model_axes import axes_of
+from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
+from jshard.plans.state_places import StatePlaces
 
 # Both are fitted to programs that XLA compiled for GPUs: docs/planning.md.
 _HEAD_GRADIENTS = 0.05  # gradients of values saved by the head and the loss, as a share of these values

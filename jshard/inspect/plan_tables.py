@@ -13,9 +13,10 @@ from jshard.engine.mixing import Mixing
 from jshard.inspect.communication import Traffic
 from jshard.inspect.memory import Memory, unit_bytes
 from jshard.inspect.tables import FittedTable, add_row, made_table
-from jshard.plans.checks import ARRAY, Other
-from jshard.plans.placement import Entry, Placement
+from jshard.plans.model_axes import Entry
+from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, unsharded_class
+from jshard.plans.replication import ARRAY, Other
 from jshard.plans.units import dotted, numberless
 
 # ---- units

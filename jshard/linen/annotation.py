@@ -14,7 +14,8 @@ from jshard.errors import AnnotationError
 from jshard.linen.choices import ChosenUnits
 from jshard.linen.layout import Layout
 from jshard.linen.survey import Survey
-from jshard.plans.plan import Entry, Leaf, root_forgotten
+from jshard.plans.model_axes import Entry
+from jshard.plans.plan import Leaf, root_forgotten
 from jshard.plans.units import Path, Unit
 
 Leaves = Mapping[Path, Leaf]

@@ -15,8 +15,9 @@ from flax import serialization
 from flax.core import meta
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from jshard.plans.memories import StatePlaces, key_texts
+from jshard.plans.array_paths import key_texts
 from jshard.plans.padding import OF_STORAGE, Padding
+from jshard.plans.state_places import StatePlaces
 
 
 class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):

@@ -25,7 +25,8 @@ from jshard.errors import CallError
 from jshard.linen.boxes import Padded, is_padded, padding_in
 from jshard.linen.layout import Layout
 from jshard.linen.parameters import PARAMS, described, flat, nested, placeable, raw_of
-from jshard.plans.memories import fetched, key_texts
+from jshard.plans.array_paths import key_texts
+from jshard.plans.memories import fetched
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
 from jshard.plans.plan import Leaf

@@ -33,8 +33,8 @@ from jshard.linen.call import FreeFunction, InterceptedCall, Lifted, LinenCall, 
 from jshard.linen.layout import Layout, warn_of_stacks
 from jshard.linen.parameters import PARAMS, described, described_leaves, flat, flat_params, placeable
 from jshard.linen.survey import Survey
-from jshard.plans import checks
-from jshard.plans.memories import key_texts
+from jshard.plans import call_checks, checks, replication
+from jshard.plans.array_paths import key_texts
 from jshard.plans.mesh import is_concrete
 from jshard.plans.units import Path, Unit, dotted
 
@@ -239,7 +239,7 @@ def _open_region(annotation: Annotation, call: InterceptedCall) -> Any:
         layout = annotation.layout_of(linen_call.leaves, lambda: _surveyed(annotation, linen_call))
         unit = linen_call.place(layout)
         linen_call.store()  # as placed: a plain array may belong to a parameter that is stored padded
-        checks.check_replicated(layout.root, layout.root.kind)
+        replication.check_replicated(layout.root, layout.root.kind)
         return _run_by_engine(linen_call, unit, _Running(annotation, layout, prefix))
 
     return call_lifted(call, prefix=prefix, interceptor=_intercept, run=run)
@@ -272,7 +272,7 @@ def _run_beside(running: _Running, call: InterceptedCall) -> Any:
 def _in_global_view(annotation: Annotation, module: nn.Module) -> _Running:
     """Returns the surroundings of the outermost call into a model with units that are never gathered."""
     layout = annotation.known_layout(described_leaves(module.variables))
-    checks.check_replicated(layout.root, layout.root.kind)
+    replication.check_replicated(layout.root, layout.root.kind)
     return _Running(annotation, layout, tuple(module.path), is_global_view=True)
 
 
@@ -303,7 +303,7 @@ def _warn_of_unknown(kind: str, path: str) -> None:
 
 
 def _run_by_engine(linen_call: LinenCall, unit: Unit, running: _Running) -> tuple[Any, Lifted]:
-    checks.check_has_arrays(linen_call.where, linen_call.params)
+    call_checks.check_has_arrays(linen_call.where, linen_call.params)
     # When the engine runs the method, calls in it must find this model, and the unit that runs: see `_is_unit`.
     linen_call.context = lambda: _context(running)
     return run_call(linen_call, dotted(linen_call.path), unit)
@@ -379,7 +379,7 @@ def _check_has_parameters(module: nn.Module, kind: str) -> None:
     places = []
     for name in module.variables.keys() - _STATE:
         for path, x in flat(module.variables[name]):
-            for array in checks.others_in((name, *path), x, name):
+            for array in replication.others_in((name, *path), x, name):
                 places.append(f"{kind}: {dotted(array.path)}  {array.form}")
     if places:
         do = 'w = self.param("w", nn.initializers.lecun_normal(), (64, 64))  # instead of self.variable(...)'

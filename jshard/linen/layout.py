@@ -9,10 +9,11 @@ from typing import Any
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.linen.survey import SeenUnit, Survey
-from jshard.plans.memories import Keys, StatePlaces
+from jshard.plans.array_paths import Keys
 from jshard.plans.placement import Placement
 from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, as_stored, make_plan
 from jshard.plans.policies import UnitPolicy
+from jshard.plans.state_places import StatePlaces
 from jshard.plans.units import Path, Unit, dotted, inside, with_views
 
 _LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers of a loop; below that the time is negligible

@@ -14,20 +14,10 @@ from jshard.errors import AnnotationError
 from jshard.linen.annotation import Annotation, annotation_for
 from jshard.linen.boxes import boxed, boxed_like, unboxed
 from jshard.linen.trained import Trained
-from jshard.plans.memories import (
-    Keys,
-    StatePlaces,
-    UpdateLayout,
-    fetched,
-    key_texts,
-    parts_of,
-    paths_of,
-    placed_like,
-    streamed,
-    to_device,
-    to_host,
-    update_layout,
-)
+from jshard.plans.array_paths import Keys, key_texts, paths_of
+from jshard.plans.memories import fetched, placed_like, to_device, to_host
+from jshard.plans.state_places import StatePlaces, UpdateLayout, update_layout
+from jshard.plans.streamed_updates import parts_of, streamed
 
 Updated = tuple[optax.Updates, optax.OptState]
 """The updates, and the next state."""

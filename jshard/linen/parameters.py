@@ -12,7 +12,7 @@ from flax.linen.spmd import logical_to_mesh_axes
 
 from jshard.errors import AnnotationError
 from jshard.linen.boxes import padding_in
-from jshard.plans.memories import key_texts
+from jshard.plans.array_paths import key_texts
 from jshard.plans.plan import Leaf
 from jshard.plans.units import Path, dotted, is_key
 

@@ -16,9 +16,11 @@ from jshard.linen.annotation import annotation_for
 from jshard.linen.boxes import boxed
 from jshard.linen.layout import Layout
 from jshard.linen.trained import joined
-from jshard.plans.checks import check_replicated
-from jshard.plans.memories import Keys, StatePlaces, key_texts, sharding_of
+from jshard.plans.array_paths import Keys, key_texts
+from jshard.plans.memories import sharding_of
 from jshard.plans.placement import Placement
+from jshard.plans.replication import check_replicated
+from jshard.plans.state_places import StatePlaces
 
 # The loss of a Linen model.
 

@@ -9,8 +9,8 @@ from flax import nnx
 
 from jshard.errors import AnnotationError
 from jshard.linen.layout import Layout
+from jshard.plans.array_paths import key_texts, tail_in
 from jshard.plans.checks import check_patterns_used
-from jshard.plans.memories import key_texts, tail_in
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import Path, as_filter, dotted
 

@@ -25,7 +25,7 @@ from jshard.engine.per_example import per_example, sum_of_parts
 from jshard.errors import AnnotationError, CallError
 from jshard.plans.checks import check_not_placed
 from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, AnyMesh, degree
-from jshard.plans.placement import Entry, axes_of, spec_over
+from jshard.plans.model_axes import Entry, axes_of, spec_over
 from jshard.plans.units import dotted, plain_class, walk
 
 

@@ -37,9 +37,10 @@ from jshard.parallel.matrix_parts import (
     value_of,
     variables_read,
 )
-from jshard.plans.memories import key_texts, update_layout
+from jshard.plans.array_paths import key_texts
 from jshard.plans.mesh import AnyMesh
-from jshard.plans.placement import axes_of
+from jshard.plans.model_axes import axes_of
+from jshard.plans.state_places import update_layout
 
 
 def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

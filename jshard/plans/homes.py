@@ -25,20 +25,26 @@ class Home:
     shape: tuple[int, ...]
 
     def arriving(self, value: Any) -> Any:
-        """A value, or a part of one, on the devices of this home: JAX does not compute with arrays on others."""
+        """Returns a value, or a part of one, on the devices of this home.
+
+        JAX does not compute with arrays on other devices.
+        """
         if not isinstance(value, jax.Array) or _compat.is_tracer(value):
             return value
         if not value.committed or value.sharding.device_set == self.sharding.device_set:
             return value
-        sharding = self.sharding if value.shape == self.shape else NamedSharding(self.sharding.mesh, PartitionSpec())
-        return _put(value, sharding)
+        if value.shape == self.shape:
+            return _put(value, self.sharding)
+        return _put(value, NamedSharding(self.sharding.mesh, PartitionSpec()))
 
     def settled(self, value: Any) -> Any:
-        """A value that was written, placed as planned; others, such as a traced row of a stack, as they are."""
-        return _put(value, self.sharding) if self.is_elsewhere(value) else value
+        """Returns a value that was written, placed as planned; others, such as a traced row of a stack, as they are."""
+        if self.is_elsewhere(value):
+            return _put(value, self.sharding)
+        return value
 
-    def is_elsewhere(self, value: Any) -> bool:
-        """Whether a value belongs here and is not here."""
+    def is_elsewhere(self, value: object) -> bool:
+        """Returns whether a value belongs here and is not here."""
         if not isinstance(value, _ARRAYS) or _compat.is_tracer(value) or value.shape != self.shape:
             return False
         if not isinstance(value, jax.Array):
@@ -56,8 +62,8 @@ def settle_in(variable: nnx.Variable, home: Home | None) -> None:
     _compat.settle(variable)
 
 
-def place_of(value: Any) -> str:
-    """Where an array is, as text."""
+def place_of(value: object) -> str:
+    """Returns where an array is, as text."""
     if not isinstance(value, jax.Array):
         return "an array of the host"
     if len(value.sharding.device_set) == 1:

@@ -1,20 +1,21 @@
-"""Named meshes: `replica` copies, each sharded over `fsdp`, and further axes: `expert`, `context`, `tensor`."""
+"""The axes of a mesh: `replica` copies, each sharded over `fsdp`, and further axes: `expert`, `context`, `tensor`."""
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, cast, overload
+from typing import Any, TypeAlias
 
-import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jshard._text import counted
-from jshard.errors import CallError, MeshError
+from jshard.errors import MeshError
 
-REPLICA, FSDP, EXPERT, CONTEXT, TENSOR = AXES = ("replica", "fsdp", "expert", "context", "tensor")
+REPLICA = "replica"
+FSDP = "fsdp"
+EXPERT = "expert"
+CONTEXT = "context"
+TENSOR = "tensor"
+AXES = (REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)
+"""All axes, outermost first."""
 DATA_AXES = (REPLICA, FSDP, EXPERT)
 """The axes over which the batch is split."""
 INNER_AXES = (EXPERT, CONTEXT)
@@ -22,232 +23,10 @@ INNER_AXES = (EXPERT, CONTEXT)
 REGION_AXES = (*DATA_AXES, CONTEXT)
 """The axes over which a region is manual; parameters are sharded over some and replicated over the others."""
 
-_ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them
-
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
-@overload
-def mesh(
-    *,
-    replica: int = ...,
-    fsdp: int = ...,
-    expert: int = ...,
-    context: int = ...,
-    tensor: int = ...,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
-) -> Mesh: ...
-@overload
-def mesh(
-    *,
-    replica: int = ...,
-    fsdp: int = ...,
-    expert: int = ...,
-    context: int = ...,
-    tensor: int = ...,
-    devices: int,
-) -> AbstractMesh: ...
-def mesh(
-    *,
-    replica: int = 1,
-    fsdp: int = -1,
-    expert: int = 1,
-    context: int = 1,
-    tensor: int = 1,
-    devices: Sequence[jax.Device] | int | None = None,  # pyright: ignore[reportInvalidTypeForm]
-    **unknown: int,
-) -> AnyMesh:
-    """Arranges the devices over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
-
-    The batch is split over all axes except `context`, which splits its sequences, and `tensor`. `expert` and `tensor`
-    split the parameters that the model's own annotations name; parameters are sharded over `fsdp`, together with
-    `expert` (if they have no experts there) and `context`, and replicated over the others. The innermost axes use the
-    fastest links: devices are ordered by slice, process and id (on TPU by their position in the torus), so that
-    neighbours share a host.
-
-    Args:
-        replica: degree of the replica axis; -1 uses the remaining devices.
-        fsdp: degree of the sharding axis; -1 (the default): the remaining devices.
-        expert: degree of the expert axis; -1: the remaining devices. With degree 1 the mesh has no such axis.
-        context: degree of the axis that splits sequences; -1: the remaining devices. With degree 1 the mesh has no
-            such axis.
-        tensor: degree of the tensor axis; -1: the remaining devices.
-        devices: the devices to use, all of them by default. An int creates a mesh of that many devices
-            that need not exist: for `js.plan` and `js.explain`, not for arrays.
-        **unknown: not accepted: there are no other axes.
-
-    Returns:
-        A `jax.sharding.Mesh` with Auto axes, or an `AbstractMesh` if `devices` is an int.
-
-    Raises:
-        MeshError: an axis is unknown, a degree is not positive, more than one is -1, or the product does
-            not match the number of devices.
-
-    Example:
-        >>> mesh = js.mesh(replica=2, fsdp=-1)
-        >>> dict(mesh.shape)
-        {'replica': 2, 'fsdp': 4, 'tensor': 1}
-    """
-    requested = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
-    if isinstance(devices, int):
-        shape = _shape_for(requested, unknown, devices, devices)
-        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-    chosen = list(jax.devices() if devices is None else devices)
-    shape = _shape_for(requested, unknown, len(chosen), devices)
-    sizes = tuple(shape.values())
-    if chosen[0].platform == "tpu":
-        arranged = _in_torus(chosen, sizes)
-    else:
-        arranged = np.array(sorted(chosen, key=_nearness)).reshape(sizes)
-    return Mesh(arranged, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-
-
-def _shape_for(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
-    """Returns the axes of the mesh and their degrees; axes on demand are left out at degree 1."""
-    degrees = _fill(requested, unknown, count, devices)
-    return {axis: n for axis, n in degrees.items() if axis not in _ON_DEMAND or n > 1}
-
-
-def _nearness(device: Any) -> tuple[int, int, int]:
-    """Returns a key by which neighbours share a process, and neighbours of these a slice."""
-    return getattr(device, "slice_index", 0), device.process_index, device.id
-
-
-def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """Arranges TPUs by position in the torus of their slice; the outermost axes span the slices."""
-    slices = len({getattr(d, "slice_index", 0) for d in devices})
-    left = slices
-    over = []  # for each axis, over how many slices it is
-    for size in sizes:
-        over.append(math.gcd(size, left))
-        left //= over[-1]
-    if left > 1:
-        raise MeshError(
-            "The mesh cannot span the slices.",
-            where=f"degrees {' x '.join(map(str, sizes))}",
-            why=f"the devices form {slices} slices, and no degrees contain their factors.",
-            do=f"mesh = js.mesh(replica={slices})  # a copy of the model on each slice",
-        )
-    if slices == 1:
-        return mesh_utils.create_device_mesh(sizes, devices)
-    within = [size // n for size, n in zip(sizes, over, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(within, over, devices)
-
-
-def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
-    """Returns the degrees in axis order, with -1 replaced by the remaining devices.
-
-    Args:
-        requested: the degrees of all axes.
-        unknown: axes that do not exist, with their degrees.
-        count: the number of devices.
-        devices: as `mesh` takes them, for messages.
-    """
-    problem = _problem_of(requested, unknown, count, devices)
-    if problem is not None:
-        mentioned = _mentioned(requested) | unknown
-        where = "js.mesh(" + ", ".join(f"{axis}={n}" for axis, n in mentioned.items()) + ")"
-        do = _nearest_call(requested, count, devices) + problem.hint
-        raise MeshError(problem.what, where=where, why=problem.why, do=do)
-    fixed = _product(requested)
-    return {axis: count // fixed if n == -1 else n for axis, n in requested.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    """Why no mesh has the requested degrees: parts of the error."""
-
-    what: str
-    why: str
-    hint: str = ""
-
-
-def _problem_of(requested: Mapping[str, int], unknown: Mapping[str, int], count: int, devices: Any) -> _Problem | None:
-    if unknown:
-        return _Problem(
-            what=f"The mesh has no axis {', '.join(map(repr, unknown))}.",
-            why=f"the axes are {', '.join(AXES)}.",
-        )
-    bad = [axis for axis, n in requested.items() if not _is_degree(n)]
-    if bad:
-        values = ", ".join(f"{axis}={requested[axis]!r}" for axis in bad)
-        return _Problem(
-            what=f"The degree of mesh axis {', '.join(map(repr, bad))} is not a positive number.",
-            why=f"{values}; a degree must be 1 or more, or -1 for the rest.",
-        )
-    open_axes = [axis for axis, n in requested.items() if n == -1]
-    if len(open_axes) > 1:
-        return _Problem(
-            what=f"More than one mesh axis is -1: {', '.join(open_axes)}.",
-            why=f"only one axis can take the rest of the {counted(count, 'device')}.",
-        )
-    fixed = _product(requested)
-    fits = count % fixed == 0 if open_axes else count == fixed
-    if count >= 1 and fits:
-        return None
-    factors = " x ".join(str(n) for n in _mentioned(requested).values() if n != -1)
-    relation = "does not divide" if open_axes and count > 0 else "is not"
-    return _Problem(
-        what="The mesh does not match the devices.",
-        why=f"{factors} = {fixed} {relation} {count}, the number of devices.",
-        hint=_other_devices(fixed, count, devices),
-    )
-
-
-def _is_degree(n: Any) -> bool:
-    """Returns whether a value is a degree, or -1 for the rest; True is no number of devices."""
-    return type(n) is int and (n >= 1 or n == -1)
-
-
-def _mentioned(requested: Mapping[str, int]) -> dict[str, int]:
-    """Returns the degrees that a message names: all but axes on demand that the user left at 1."""
-    return {axis: n for axis, n in requested.items() if axis not in _ON_DEMAND or type(n) is not int or n != 1}
-
-
-def _product(degrees: Mapping[str, int]) -> int:
-    """Returns the product of the degrees that are given, without that of the rest."""
-    return math.prod(n for n in degrees.values() if n != -1)
-
-
-def nearest_degrees(requested: Mapping[str, Any], count: int) -> dict[str, int]:
-    """Returns degrees for a number of devices, close to the requested ones: one axis takes the rest."""
-    degrees = {axis: n for axis, n in requested.items() if axis in AXES and _is_degree(n)}
-    rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
-    nearest = {rest: -1}
-    left = max(count, 1)
-    for axis in reversed(AXES):  # the innermost keeps as much as it can
-        if axis != rest:
-            wish = max(degrees.get(axis, 1), 1)
-            nearest[axis] = _largest_divisor(left, at_most=wish)
-            left //= nearest[axis]
-    return {axis: nearest[axis] for axis in AXES if axis == FSDP or nearest[axis] != 1}
-
-
-def _largest_divisor(number: int, *, at_most: int) -> int:
-    return max(n for n in range(1, min(at_most, number) + 1) if number % n == 0)
-
-
-def _nearest_call(requested: Mapping[str, Any], count: int, devices: Any) -> str:
-    """Returns the call of `mesh` nearest to the requested one that works on the given devices."""
-    words = [f"{axis}={n}" for axis, n in nearest_degrees(requested, count).items()]
-    if devices is not None and count > 0:
-        same_devices = devices if isinstance(devices, int) else f"jax.devices()[:{count}]"
-        words.append(f"devices={same_devices}")
-    return f"js.mesh({', '.join(words)})"
-
-
-def _other_devices(needed: int, count: int, devices: Any) -> str:
-    """Returns a further hint if there are more devices than needed, or fewer and they are CPU devices."""
-    if devices is None and needed < count:
-        return f"  # or devices=jax.devices()[:{needed}]"
-    if devices is None and jax.default_backend() == "cpu":
-        return (
-            f'\njax.config.update("jax_num_cpu_devices", {needed})  # simulates more; set before JAX looks for devices'
-        )
-    return ""
-
-
-def check_mesh(value: Any) -> AnyMesh:
+def check_mesh(value: object) -> AnyMesh:
     """Returns an annotation's mesh with Auto axes; a MeshError if jshard cannot shard over it."""
     if not isinstance(value, (Mesh, AbstractMesh)):
         raise MeshError(
@@ -276,8 +55,20 @@ def check_mesh(value: Any) -> AnyMesh:
     return with_auto_axes(value)
 
 
+def check_has_devices(mesh: AnyMesh, where: str, *, requested: AnyMesh | None = None) -> Mesh:
+    """Returns an annotation's mesh; raises if it has no devices, or differs from a mesh that the user requested."""
+    if isinstance(mesh, Mesh) and (requested is None or check_mesh(requested) == mesh):
+        return mesh
+    raise MeshError(
+        "Arrays cannot be placed on this mesh.",
+        where=where,
+        why="the annotation used another." if isinstance(mesh, Mesh) else "the annotation used an abstract mesh.",
+        do="mesh = js.mesh(fsdp=-1)  # the same for js.fully_shard and js.shard_init",
+    )
+
+
 def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
-    """The mesh with Explicit axes made Auto, so that the model's code need not specify shardings."""
+    """Returns the mesh with Explicit axes made Auto, so that the model's code need not specify shardings."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if mesh.axis_types == types:
         return mesh
@@ -287,55 +78,60 @@ def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
 
 
 def degree(mesh: AnyMesh, axis: str) -> int:
-    """Size of a mesh axis; 1 if the mesh lacks it."""
+    """Returns the size of a mesh axis; 1 if the mesh lacks it."""
     return dict(mesh.shape).get(axis, 1)
 
 
 def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes over which the batch is split, outermost first.
+    """Returns the axes over which the batch is split, outermost first.
 
     Axes of degree 1 are omitted, because a reduction over one would stay in the program; `fsdp` is always included.
     """
-    return tuple(a for a in DATA_AXES if a == FSDP or degree(mesh, a) > 1)
+    return tuple(axis for axis in DATA_AXES if axis == FSDP or degree(mesh, axis) > 1)
 
 
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The data axes that split only the batch and stored arrays: all except `expert`."""
-    return tuple(a for a in data_axes(mesh) if a != EXPERT)
+    """Returns the data axes that split only the batch and stored arrays: all except `expert`."""
+    return tuple(axis for axis in data_axes(mesh) if axis != EXPERT)
 
 
 def inner_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes of the mesh over which a data shard's program is split further."""
-    return tuple(a for a in INNER_AXES if degree(mesh, a) > 1)
+    """Returns the axes of the mesh over which a data shard's program is split further."""
+    return tuple(axis for axis in INNER_AXES if degree(mesh, axis) > 1)
 
 
 def region_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes over which a region's devices have different work, outermost first."""
-    return (*data_axes(mesh), CONTEXT) if degree(mesh, CONTEXT) > 1 else data_axes(mesh)
+    """Returns the axes over which a region's devices have different work, outermost first."""
+    if degree(mesh, CONTEXT) == 1:
+        return data_axes(mesh)
+    return (*data_axes(mesh), CONTEXT)
 
 
 def region_degree(mesh: AnyMesh) -> int:
-    """The number of devices over which a region splits its work."""
+    """Returns the number of devices over which a region splits its work."""
     return data_degree(mesh) * degree(mesh, CONTEXT)
 
 
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:
-    """The axes over which a region is manual: its own, and others of degree 1, which compiles best."""
+    """Returns the axes over which a region is manual: its own, and others of degree 1, which compiles best."""
     return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in REGION_AXES or size == 1)
 
 
 def data_degree(mesh: AnyMesh) -> int:
-    """The number of shards of the batch."""
+    """Returns the number of shards of the batch."""
     return data_shards(dict(mesh.shape))
 
 
 def data_shards(degrees: Mapping[str, int]) -> int:
-    """The number of batch shards on a mesh of these degrees."""
+    """Returns the number of batch shards on a mesh of these degrees."""
     return math.prod(degrees.get(axis, 1) for axis in DATA_AXES)
 
 
 def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
-    """The sharding of an array whose leading dim is the batch; given a shape, dim 1 is over `context` if it divides."""
+    """Returns the sharding of an array whose leading dim is the batch.
+
+    Given a shape, dim 1 is over `context` if it divides.
+    """
     context_degree = degree(mesh, CONTEXT)
     has_sequence = context_degree > 1 and len(shape) > 1 and shape[1] % context_degree == 0
     if has_sequence:
@@ -344,7 +140,7 @@ def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
 
 
 def hosts_along(mesh: AnyMesh, axis: str) -> int:
-    """The number of groups of neighbours with fast links along an axis; 1 if unknown, and on TPUs."""
+    """Returns the number of groups of neighbours with fast links along an axis; 1 if unknown, and on TPUs."""
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "tpu":
         return 1
     length = mesh.shape[axis]
@@ -361,130 +157,20 @@ def _host_of(mesh: Mesh) -> Callable[[Any], int]:
     processes = {device.process_index for device in mesh.devices.flat}
     has_process_for_each_device = len(processes) == mesh.size
     if has_process_for_each_device:  # a slice is a host there
-        return lambda device: getattr(device, "slice_index", 0)
+        return slice_of
     return lambda device: device.process_index
 
 
 def num_processes(mesh: Mesh) -> int:
-    """The number of processes with devices of the mesh."""
+    """Returns the number of processes with devices of the mesh."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
 def is_concrete(mesh: AnyMesh) -> bool:
-    """Whether the mesh has devices, so that arrays can be placed on it."""
+    """Returns whether the mesh has devices, so that arrays can be placed on it."""
     return isinstance(mesh, Mesh)
 
 
-NUMBERS = (bool, int, float, complex)
-"""Python's numbers, which Flax takes as arrays without dims."""
-
-
-def is_numeric(x: Any) -> bool:
-    """Whether an object is an array that JAX takes, traced or abstract, or a number."""
-    if isinstance(x, (np.ndarray, np.generic)):
-        return x.dtype.kind not in "OUSMm" and x.dtype.type is not np.void
-    return isinstance(x, NUMBERS) or hasattr(x, "dtype")
-
-
-def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Places a batch from the host over the data axes of the mesh, and its sequences over `context`.
-
-    Args:
-        batch: pytree of host arrays whose leading dim is the batch. With several processes each passes its
-            own rows, in process order; processes that share rows pass the same ones, with whole sequences.
-        mesh: the mesh of the model.
-
-    Returns:
-        The same pytree with global arrays, sharded over the data axes on the leading dim; on a mesh with `context`,
-        also over that on dim 1 where it divides.
-
-    Raises:
-        CallError: a leading dim is not divisible by the number of data shards, or no sequence is by `context`.
-
-    Example:
-        >>> batch = js.shard_batch({"x": np.zeros((16, 4))}, mesh)
-    """
-    mesh = cast(Mesh, check_mesh(mesh))
-    layout = _batch_layout(mesh)
-    leaves, tree = jax.tree.flatten(batch)
-    if not all(map(is_numeric, leaves)):
-        raise _not_numbers(batch)
-    if not all(map(layout.splits, leaves)):
-        raise _not_divisible(batch, mesh, layout)
-    shapes = [layout.global_shape(x) for x in leaves]
-    shardings = [batch_sharding(mesh, shape) for shape in shapes]
-    context_degree = degree(mesh, CONTEXT)
-    if context_degree > 1 and not any(CONTEXT in sharding.spec for sharding in shardings):
-        raise CallError(
-            "The batch has no sequence that splits over the context axis.",
-            where=[f"{path}  shape {np.shape(x)}" for path, x in _named_leaves(batch)],
-            why=f"a sequence is dim 1 of an array, and none divides by {context_degree}.",
-            do=f"pad the sequences to a multiple of {context_degree}, or js.mesh() without {CONTEXT!r}.",
-        )
-    if layout.is_alone:
-        return jax.device_put(batch, jax.tree.unflatten(tree, shardings))
-    placed = []
-    for sharding, x, shape in zip(shardings, leaves, shapes, strict=True):
-        placed.append(jax.make_array_from_process_local_data(sharding, np.asarray(x), shape))
-    return jax.tree.unflatten(tree, placed)
-
-
-def _named_leaves(batch: Any) -> list[tuple[str, Any]]:
-    return [(f"batch{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.leaves_with_path(batch)]
-
-
-def _not_numbers(batch: Any) -> CallError:
-    places = []
-    for path, x in _named_leaves(batch):
-        if not is_numeric(x):
-            places.append(f"{path}  {getattr(x, 'dtype', type(x).__name__)}")
-    return CallError(
-        "The batch holds objects that are not numbers.",
-        where=places,
-        why="a device holds arrays of numbers; texts, dates and lists of unequal length are not.",
-        do='js.shard_batch({"ids": np.asarray(ids, np.int32)}, mesh)  # texts as token ids, padded to one length',
-    )
-
-
-def _not_divisible(batch: Any, mesh: Mesh, layout: "_BatchLayout") -> CallError:
-    axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
-    from_each = f" from each of {layout.parts} processes" if layout.parts > 1 else ""
-    return CallError(
-        "The batch cannot be split over the data shards.",
-        where=[f"{path}  shape {np.shape(x)}" for path, x in _named_leaves(batch) if not layout.splits(x)],
-        why=f"that many rows{from_each} over {layout.shards} data shards ({axes}).",
-        do=f"use a global batch that is a multiple of {layout.shards}.",
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _BatchLayout:
-    """How the rows of a batch are spread.
-
-    Attributes:
-        shards: the number of data shards.
-        parts: the ratio of these to the shards of this process: into so many parts of rows a batch is cut.
-        is_alone: whether this is the only process.
-    """
-
-    shards: int
-    parts: int
-    is_alone: bool
-
-    def splits(self, x: Any) -> bool:
-        """Returns whether the rows that this process has are its part of a batch that the data shards divide."""
-        return np.ndim(x) > 0 and np.shape(x)[0] * self.parts % self.shards == 0
-
-    def global_shape(self, x: Any) -> tuple[int, ...]:
-        """Returns the shape of the array of all processes."""
-        rows, *others = np.shape(x)
-        return (rows * self.parts, *others)
-
-
-@functools.lru_cache(maxsize=8)
-def _batch_layout(mesh: Mesh) -> _BatchLayout:
-    """Returns the layout of batches. Cached: a run calls it before every step."""
-    shards = data_degree(mesh)
-    indices = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
-    shards_here = len({str(index) for index in indices})
-    return _BatchLayout(shards, shards // shards_here, is_alone=num_processes(mesh) == 1)
+def slice_of(device: Any) -> int:
+    """Returns the number of a device's slice; devices without slices are all in one."""
+    return getattr(device, "slice_index", 0)

@@ -1,8 +1,8 @@
 """The plan: where every parameter is stored and which unit gathers it, from one pure function; `js.plan`."""
 
+import collections
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,12 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.filterlib import Filter
+from jax.typing import DTypeLike
 
 from jshard._parsing import FormError, checked, parse_json
 from jshard._text import human_bytes
 from jshard.errors import AnnotationError, ShardingError
 from jshard.plans.mesh import FSDP, hosts_along
-from jshard.plans.placement import Entry, Placement, PlacementPolicy, place, stored_as
+from jshard.plans.model_axes import Entry
+from jshard.plans.placement import Placement, PlacementPolicy, place, stored_as
 from jshard.plans.policies import COMPILER, MixedPrecision
 from jshard.plans.units import (
     ORDINARY_STATE,
@@ -32,6 +35,8 @@ from jshard.plans.units import (
     units_in,
     walk,
 )
+
+_LISTED_UNITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +107,20 @@ class ShardPlan:
 
     def __repr__(self) -> str:
         counts = f"{len(self.units)} units, {len(self.leaves)} arrays, {self.num_parameters:,} parameters"
-        held = f"{human_bytes(self.bytes_per_device)} on each device"
-        return f"<ShardPlan of {counts}, {held}; js.explain(...) prints it>"
+        return (
+            f"<ShardPlan of {counts}, {human_bytes(self.bytes_per_device)} on each device; js.explain(...) prints it>"
+        )
 
     @functools.cached_property
     def _by_path(self) -> dict[str, LeafPlan]:
-        return {p: leaf for leaf in self.leaves for p in (leaf.path, *leaf.aliases)}
+        return {path: leaf for leaf in self.leaves for path in (leaf.path, *leaf.aliases)}
 
     def leaf(self, path: str) -> LeafPlan:
-        """The parameter at a path, or at one of its aliases."""
+        """Returns the parameter at a path, or at one of its aliases."""
         return self._by_path[path]
 
     def unit_leaves(self, name: str) -> tuple[LeafPlan, ...]:
-        """The parameters that a unit gathers."""
+        """Returns the parameters that a unit gathers."""
         return tuple(leaf for leaf in self.leaves if leaf.unit == name)
 
     @property
@@ -136,7 +142,9 @@ class ShardPlan:
     def gathered_part(self) -> "ShardPlan":
         """The plan without parameters that are never gathered; the plan itself if none is ever gathered."""
         leaves = tuple(leaf for leaf in self.leaves if leaf.placement.gathered)
-        return dataclasses.replace(self, leaves=leaves) if leaves else self
+        if not leaves:
+            return self
+        return dataclasses.replace(self, leaves=leaves)
 
     @property
     def bytes_per_device(self) -> int:
@@ -146,16 +154,16 @@ class ShardPlan:
     @property
     def unscheduled_stacks(self) -> dict[tuple[str, str], int]:
         """Layers of a loop that no unit gathers ahead: path and unit, with the bytes of the gathered copy of all."""
-        found: dict[tuple[str, str], int] = {}
+        gathered_bytes: collections.Counter[tuple[str, str]] = collections.Counter()
         for leaf in self.leaves:
             if leaf.stack and leaf.placement.gathered and leaf.placement.dim is not None:
-                key = leaf.stack, leaf.unit
-                found[key] = found.get(key, 0) + leaf.placement.gathered_bytes
-        return found
+                gathered_bytes[leaf.stack, leaf.unit] += leaf.placement.gathered_bytes
+        return dict(gathered_bytes)
 
     def how_stacked(self, path: str, unit: str) -> str:
-        """How a unit gathers layers of a loop that has no unit inside, as text."""
-        by_layer = all(leaf.by_layer for leaf in self.leaves if (leaf.stack, leaf.unit) == (path, unit))
+        """Returns how a unit gathers layers of a loop that has no unit inside, as text."""
+        leaves = [leaf for leaf in self.leaves if leaf.stack == path and leaf.unit == unit]
+        by_layer = all(leaf.by_layer for leaf in leaves)
         return f"by {unit}, " + ("each layer when it is needed" if by_layer else "all layers at once")
 
     @property
@@ -164,20 +172,38 @@ class ShardPlan:
         return tuple(leaf for leaf in self.leaves if leaf.placement.dim is None)
 
     def seen_from(self, path: Path, units: Mapping[Path, Unit]) -> "ShardPlan":
-        """The plan of the unit at a path, with parameter paths relative to it; `units` are the records of all."""
-        within = {own: unit for key, unit in units.items() if (own := inside(path, key)) is not None}
-        names, leaves = _names(within), []
+        """Returns the part of the plan below `path`, with paths relative to it.
+
+        Args:
+            path: of a unit.
+            units: the records of all units of the model.
+        """
+        units_below = _units_below(path, units)
+        names = _names(units_below)
+        leaves = []
         for leaf in self.leaves:
-            keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
+            keys = _inside(path, leaf.keys)
+            owner = inside(path, leaf.owner)
+            if not keys or (owner or ()) not in names:
+                continue  # it is not below, or its unit was removed from the model
             sharers = () if owner is None else _inside(path, leaf.sharers)
-            if keys and (owner or ()) in names:  # else its unit was removed from the model
-                unit, (text, *aliases) = names[sharers[0] if sharers else owner or ()], map(dotted, keys)
-                seen = {"path": text, "unit": unit, "aliases": tuple(aliases), "keys": keys, "owner": owner}
-                leaves.append(dataclasses.replace(leaf, **seen, sharers=sharers))
-        return ShardPlan(self.mesh, _rows(within), tuple(leaves))
+            gathered_by = sharers[0] if sharers else owner or ()
+            text, *aliases = map(dotted, keys)
+            leaves.append(
+                dataclasses.replace(
+                    leaf,
+                    path=text,
+                    unit=names[gathered_by],
+                    aliases=tuple(aliases),
+                    keys=keys,
+                    owner=owner,
+                    sharers=sharers,
+                )
+            )
+        return ShardPlan(self.mesh, _unit_plans(units_below), tuple(leaves))
 
     def to_json(self) -> str:
-        """The plan as JSON text; `ShardPlan.from_json` reads it back."""
+        """Returns the plan as JSON text; `ShardPlan.from_json` reads it back."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
@@ -188,12 +214,14 @@ class ShardPlan:
             ShardingError: it is something else.
         """
         data = _parsed(text)
+        leaves = []
+        for fields in _tuples(data["leaves"]):
+            placement = Placement(**fields["placement"])
+            leaves.append(LeafPlan(**{**fields, "placement": placement}))
         return cls(
             mesh=tuple((name, size) for name, size in data["mesh"]),
             units=tuple(UnitPlan(**unit) for unit in data["units"]),
-            leaves=tuple(
-                LeafPlan(**leaf | {"placement": Placement(**leaf["placement"])}) for leaf in _tuples(data["leaves"])
-            ),
+            leaves=tuple(leaves),
         )
 
 
@@ -206,24 +234,50 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
     The records of the units are by path, the root, `()`, first. One error lists all parameters that cannot be placed.
     """
     names = _names(units)
-    found, errors, shared = [], [], []
+    planned = []
+    errors = []
     for path, leaf in leaves.items():
-        keys = (path, *leaf.aliases)
-        owner, modules = _owner(leaf.around), _modules(leaf.around, units)
         try:
-            placement = _placed(keys, modules, leaf, units)
+            planned.append(_planned_leaf(path, leaf, units, names))
         except AnnotationError as error:
             errors.append(error)
-            continue
-        stack = dotted(leaf.stack) if leaf.stack and not units[owner].placement.stacked else ""
-        text, *aliases = map(dotted, keys)
-        planned = LeafPlan(text, names[modules[0]], placement, tuple(aliases), stack=stack, keys=keys, owner=owner)
-        found.append(dataclasses.replace(planned, sharers=modules if len(modules) > 1 else ()))
-        never = {unit for chain in leaf.around for unit in chain if not units[unit].placement.gathered}
-        shared += [dotted(path)] if never - {*modules} else []
     if errors:
         first = errors[0]
-        raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
+        where = [line for error in errors for line in error.where]
+        raise AnnotationError(first.what, where=where, why=first.why, do=first.do)
+    _check_ungathered_are_not_shared(leaves, units)
+    mesh = units[()].mesh
+    degrees = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return ShardPlan(degrees, _unit_plans(units), tuple(planned))
+
+
+def _planned_leaf(path: Path, leaf: Leaf, units: Mapping[Path, Unit], names: Mapping[Path, str]) -> LeafPlan:
+    """Returns the plan of one parameter; raises if it cannot be placed."""
+    owner = _owner(leaf.around)
+    modules = _modules_of_unit(leaf.around, units)
+    keys = (path, *leaf.aliases)
+    is_stack_of_unit = units[owner].placement.stacked > 0  # a unit that is itself a stack of layers
+    text, *aliases = map(dotted, keys)
+    return LeafPlan(
+        path=text,
+        unit=names[modules[0]],
+        placement=_placed(keys, modules, leaf, units),
+        aliases=tuple(aliases),
+        stack=dotted(leaf.stack) if leaf.stack and not is_stack_of_unit else "",
+        keys=keys,
+        owner=owner,
+        sharers=modules if len(modules) > 1 else (),
+    )
+
+
+def _check_ungathered_are_not_shared(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> None:
+    """Raises if a unit that is never gathered has a parameter that another unit would gather."""
+    shared = []
+    for path, leaf in leaves.items():
+        units_around = {unit_path for chain in leaf.around for unit_path in chain}
+        ungathered = {unit_path for unit_path in units_around if not units[unit_path].placement.gathered}
+        if ungathered - set(_modules_of_unit(leaf.around, units)):
+            shared.append(dotted(path))
     if shared:
         raise AnnotationError(
             "A parameter of a unit that is never gathered is also used elsewhere.",
@@ -231,74 +285,114 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
             why="it belongs to the unit around all of its uses, which would gather it.",
             do="model.table.attend(x)  # use it in a method of its own module, outside the call of any other unit",
         )
-    mesh = units[()].mesh
-    return ShardPlan(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), _rows(units), tuple(found))
 
 
 def resharded(unit: Unit, *, is_root: bool) -> bool | int:
-    """The meaning of `reshard_after_forward=None`: True, but False for the root, whose copy backward needs at once."""
-    asked = unit.policy.reshard_after_forward
-    return (not is_root) if asked is None else asked
+    """Returns what `reshard_after_forward` means: None is True, but False for the root.
+
+    Backward needs the copy of the root's parameters at once.
+    """
+    setting = unit.policy.reshard_after_forward
+    return not is_root if setting is None else setting
 
 
 def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
-    """The innermost module of a unit that encloses every use of a parameter; `()` is the root."""
-    alike = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*around, strict=False))
-    return next((level[0] for level in reversed([*alike])), ())
+    """Returns the innermost module of a unit that encloses every use of a parameter; `()` is the root.
+
+    Args:
+        around: for each use the paths of the units around it, outermost first.
+    """
+    owner: Path = ()
+    for paths_at_level in zip(*around, strict=False):
+        if len(set(paths_at_level)) > 1:
+            break
+        owner = paths_at_level[0]
+    return owner
 
 
-def _modules(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, Unit]) -> tuple[Path, ...]:
-    """The modules of the innermost unit that encloses every use of a parameter; `()` is the root.
+def _modules_of_unit(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, Unit]) -> tuple[Path, ...]:
+    """Returns the modules of the innermost unit that encloses every use of a parameter; `()` is the root.
 
     They are several only if the unit is a list of modules, and the parameter is tied between them.
     """
-    by_use = [{_identity(path, units[path]): path for path in chain} for chain in around]
-    for path in reversed(around[0] if around else ()):
+    if not around:
+        return ((),)
+    modules_by_use = [{_identity(path, units[path]): path for path in chain} for chain in around]
+    for path in reversed(around[0]):
         identity = _identity(path, units[path])
-        if all(identity in modules for modules in by_use):
-            return tuple(dict.fromkeys(modules[identity] for modules in by_use))
+        if all(identity in modules for modules in modules_by_use):
+            return tuple(dict.fromkeys(modules[identity] for modules in modules_by_use))
     return ((),)
 
 
 def _identity(path: Path, unit: Unit) -> Path | int:
-    """What is equal for modules of one unit: the number of their list, or the path of a module of its own."""
+    """Returns what is equal for modules of one unit: the number of their list, or the path of a module of its own."""
     return path if unit.policy.group is None else unit.policy.group
 
 
 def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    return tuple(own for path in paths if (own := inside(outer, path)) is not None)
+    """Returns the paths that are inside a module, relative to it."""
+    relative_paths = [inside(outer, path) for path in paths]
+    return tuple(path for path in relative_paths if path is not None)
+
+
+def _units_below(outer: Path, units: Mapping[Path, Unit]) -> dict[Path, Unit]:
+    """Returns the units in a module, itself included, by their paths relative to it."""
+    below = {}
+    for path, unit in units.items():
+        relative_path = inside(outer, path)
+        if relative_path is not None:
+            below[relative_path] = unit
+    return below
 
 
 def _placed(keys: tuple[Path, ...], modules: tuple[Path, ...], leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
-    """The placement given by a parameter's unit; patterns are matched against its paths from there and from the root.
+    """Returns the placement given by a parameter's unit.
 
-    `modules` are those of the unit. Of a tied parameter, each path counts.
+    Patterns are matched against its paths from the unit and from the root. Of a tied parameter, each path counts.
+
+    Args:
+        keys: its paths from the root.
+        modules: those of the unit.
+        leaf: the parameter.
+        units: the records of all units.
     """
-    owner, unit = modules[0], units[modules[0]]
-    from_unit = [path for module in modules for path in _inside(module, keys)]
-    names, names_from_root = list(map(dotted, from_unit)), map(dotted, keys)
-    kept_names = filter(unit.policy.mixed_precision.keeps, names)
-    asked, from_root = unit.placement, units[()].placement.allow_replicated
-    leave_out = nnx.filterlib.to_predicate(asked.ignored)
-    variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if leaf.variable is None else leaf.variable
-    if leaf.stack and not owner and not asked.stacked and asked.shard_dim is None:  # gathered a layer at a time
-        asked = dataclasses.replace(asked, stacked=leaf.num_stacked)
+    unit = units[modules[0]]
+    is_of_root = not modules[0]
+    policy = unit.placement
+    paths_from_unit = [path for module in modules for path in _inside(module, keys)]
+    names_from_unit = list(map(dotted, paths_from_unit))
+    allowed_by_unit = any(is_named(name, policy.allow_replicated) for name in names_from_unit)
+    allowed_by_root = any(is_named(dotted(path), units[()].placement.allow_replicated) for path in keys)
+
+    is_ignored = nnx.filterlib.to_predicate(policy.ignored)
+    variable = leaf.variable
+    if variable is None:
+        variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+    if leaf.stack and is_of_root and not policy.stacked and policy.shard_dim is None:  # gathered a layer at a time
+        policy = dataclasses.replace(policy, stacked=leaf.num_stacked)
     return place(
-        next(kept_names, names[0]),
+        _name_for_dtypes(names_from_unit, unit),
         leaf.shape,
         leaf.dtype,
         leaf.spec,
         dict(unit.mesh.shape),
-        asked,
+        policy,
         unit.policy.mixed_precision,
-        pads=not any(is_named(name, asked.allow_replicated) for name in names)
-        and not any(is_named(name, from_root) for name in names_from_root),
-        ignored=any(leave_out(path, variable) for path in (*from_unit, *keys)),
+        pads=not allowed_by_unit and not allowed_by_root,
+        ignored=any(is_ignored(path, variable) for path in (*paths_from_unit, *keys)),
         hosts=_hosts_of(unit),
     )
 
 
-def as_stored(leaf: LeafPlan, dtype: Any, units: Callable[[], Mapping[Path, Unit]]) -> LeafPlan:
+def _name_for_dtypes(names: list[str], unit: Unit) -> str:
+    """Returns the path whose dtypes a parameter has: of a tied one the path that `keep` matches, if one is."""
+    kept_names = filter(unit.policy.mixed_precision.keeps, names)
+    return next(kept_names, names[0])
+
+
+def as_stored(leaf: LeafPlan, dtype: DTypeLike, units: Callable[[], Mapping[Path, Unit]]) -> LeafPlan:
     """Returns a parameter with the dtypes that follow from the one that is stored now.
 
     A model may be cast as a whole or in part after it was annotated. As in plain Flax, it then computes in its new
@@ -318,38 +412,47 @@ def as_stored(leaf: LeafPlan, dtype: Any, units: Callable[[], Mapping[Path, Unit
     precision = unit.policy.mixed_precision
     modules = leaf.sharers or (leaf.owner,)
     names = [dotted(path) for module in modules for path in _inside(module, leaf.keys)]
-    name = next(filter(precision.keeps, names), names[0])
+    name = _name_for_dtypes(names, unit)
     placement = stored_as(leaf.placement, dtype, name, precision, hosts=_hosts_of(unit))
     return dataclasses.replace(leaf, placement=placement)
 
 
 def _hosts_of(unit: Unit) -> int:
     """Returns the number of hosts along `fsdp` that the sum of a gradient distinguishes."""
-    return hosts_along(unit.mesh, FSDP) if unit.policy.mixed_precision.wire_dtype else 1
+    if not unit.policy.mixed_precision.wire_dtype:
+        return 1  # a plain reduce-scatter, whose stages XLA chooses
+    return hosts_along(unit.mesh, FSDP)
 
 
 def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
-    """Name of every unit: its path, or the paths of its list joined."""
-    groups: dict[Any, list[Path]] = {}
+    """Returns the name of every unit: its path, or the paths of its list joined."""
+    paths_of_unit: dict[Path | int, list[Path]] = {}
     for path, unit in units.items():
-        groups.setdefault(_identity(path, unit), []).append(path)
-    return {path: "+".join(map(dotted, paths)) for paths in groups.values() for path in paths}
+        paths_of_unit.setdefault(_identity(path, unit), []).append(path)
+    return {path: "+".join(map(dotted, paths)) for paths in paths_of_unit.values() for path in paths}
 
 
-def _rows(units: Mapping[Path, Unit]) -> tuple[UnitPlan, ...]:
-    """The units of a plan; units given in one list are represented by the first."""
-    first = {name: path for path, name in reversed(_names(units).items())}
-    return tuple(_row(path, name, units[path]) for name, path in reversed(first.items()))
+def _unit_plans(units: Mapping[Path, Unit]) -> tuple[UnitPlan, ...]:
+    """Returns the units of a plan; units given in one list are represented by the first, at the place of the last."""
+    first_paths: dict[str, Path] = {}
+    for path, name in _names(units).items():
+        first_path = first_paths.pop(name, path)  # a dict keeps the order of insertion: this moves it to the end
+        first_paths[name] = first_path
+    return tuple(_unit_plan(path, name, units[path]) for name, path in first_paths.items())
 
 
-def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
-    policy, precision = unit.policy, unit.policy.mixed_precision
+def _unit_plan(path: Path, name: str, unit: Unit) -> UnitPlan:
+    policy = unit.policy
+    precision = policy.mixed_precision
     keep = f", keep={' '.join(precision.keep)}" if precision.keep else ""
+    remat = policy.remat
+    if not isinstance(remat, str):
+        remat = getattr(remat, "__name__", repr(remat))
     return UnitPlan(
         name=name,
         kind=unit.kind,
         reshard_after_forward=resharded(unit, is_root=not path),
-        remat=policy.remat if isinstance(policy.remat, str) else getattr(policy.remat, "__name__", repr(policy.remat)),
+        remat=remat,
         mixed_precision=f"param={precision.param_dtype}, reduce={precision.reduce_dtype},"
         f" output={precision.output_dtype}{keep}",
         prefetch=COMPILER if policy.prefetch is None else str(policy.prefetch),
@@ -358,6 +461,7 @@ def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
 
 
 def _parsed(text: str) -> Any:
+    """Returns the fields of a plan's JSON text; raises ShardingError for any other text."""
     try:
         data = parse_json(text)
         checked(data, ShardPlan)
@@ -372,12 +476,15 @@ def _parsed(text: str) -> Any:
 
 
 def _tuples(data: Any) -> Any:
+    """Returns parsed JSON with tuples in place of lists, as the records of a plan have them."""
     if isinstance(data, dict):
         return {key: _tuples(value) for key, value in data.items()}
-    return tuple(map(_tuples, data)) if isinstance(data, list) else data
+    if isinstance(data, list):
+        return tuple(map(_tuples, data))
+    return data
 
 
-def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
+def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
     """Where every parameter of an annotated model is; the model may be concrete or abstract.
 
     Args:
@@ -400,13 +507,9 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     root = record_of(model)
     assert root.plan is not None, "an annotated model has one"
     is_trained = nnx.filterlib.to_predicate(wrt)
-    first_paths: dict[int, Path] = {}
-    there: dict[Path, nnx.Param] = {}
-    for variable, path, _ in occurrences(model):
-        if id(variable) not in first_paths:
-            first_paths[id(variable)] = path
-            there[path] = variable
-    if unplanned := [path for path in there if path not in root.by_path]:
+    variables = _parameters_by_first_path(model)
+    unplanned = [path for path in variables if path not in root.by_path]
+    if unplanned:
         raise AnnotationError(
             "The model has parameters that were added after its annotation.",
             where=[f"{plain_class(model).__name__}: {dotted(path)}" for path in unplanned],
@@ -416,7 +519,7 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     leaves = []
     for leaf in root.plan.leaves:
         path = leaf.keys[0]
-        variable = there.get(path)
+        variable = variables.get(path)
         if variable is None:
             continue  # removed since
         stored = as_stored(leaf, variable.get_raw_value().dtype, lambda: units_in(model))
@@ -425,38 +528,52 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     return dataclasses.replace(root.plan, leaves=tuple(leaves))
 
 
-def _trained_others(model: nnx.Module, is_trained: Callable[[Path, Any], bool], root: Unit) -> Iterator[LeafPlan]:
-    """The trained float arrays of variables that are no `nnx.Param`: each device holds them whole."""
+def _parameters_by_first_path(model: nnx.Module) -> dict[Path, nnx.Param]:
+    """Returns the parameters of a model, each once: a tied one by the first of its paths."""
+    seen: set[int] = set()
+    parameters: dict[Path, nnx.Param] = {}
+    for variable, path, _ in occurrences(model):
+        if id(variable) not in seen:
+            seen.add(id(variable))
+            parameters[path] = variable
+    return parameters
+
+
+def _trained_others(
+    model: nnx.Module, is_trained: Callable[[Path, nnx.Variable], bool], root: Unit
+) -> Iterator[LeafPlan]:
+    """Yields the trained float arrays of variables that are no `nnx.Param`: each device holds them whole."""
+    degrees = dict(root.mesh.shape)
+    root_name = _names({(): root})[()]
     for path, variable in walk(model):
         if not isinstance(variable, nnx.Variable) or isinstance(variable, (nnx.Param, *ORDINARY_STATE)):
             continue
         value = variable.get_raw_value()
         is_float = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(value.dtype, jnp.inexact)
         if is_float and is_trained(path, variable):
-            kept = PlacementPolicy()
-            whole = place(
-                dotted(path), value.shape, value.dtype, (), dict(root.mesh.shape), kept, MixedPrecision(), ignored=True
+            replicated = place(
+                dotted(path), value.shape, value.dtype, (), degrees, PlacementPolicy(), MixedPrecision(), ignored=True
             )
             because = unsharded_class(type(variable).__name__)
-            yield LeafPlan(
-                dotted(path), _names({(): root})[()], dataclasses.replace(whole, because=because), keys=(path,)
-            )
+            placement = dataclasses.replace(replicated, because=because)
+            yield LeafPlan(dotted(path), root_name, placement, keys=(path,))
 
 
 def unsharded_class(kind: str) -> str:
-    """Why the variables of a class are replicated, with the line that would shard them."""
+    """Returns why the variables of a class are replicated, with the line that would shard them."""
     return f"not an nnx.Param; to shard it: class {kind}(nnx.Param): ..."
 
 
-def record_of(model: Any) -> Unit:
-    """The record of an annotated nnx model; an error for any other object."""
-    if (unit := unit_of(model)) is None:
+def record_of(model: object) -> Unit:
+    """Returns the record of an annotated nnx model; raises AnnotationError for any other object."""
+    unit = unit_of(model)
+    if unit is None:
         raise root_forgotten(model)
     return unit
 
 
-def root_forgotten(model: Any) -> AnnotationError:
-    """The error for a model whose root is not a unit, or that is not an nnx model."""
+def root_forgotten(model: object) -> AnnotationError:
+    """Returns the error for a model whose root is not a unit, or that is not an nnx model."""
     if not isinstance(model, nnx.Module):
         return AnnotationError(
             "This is not an annotated nnx model.",
@@ -465,11 +582,14 @@ def root_forgotten(model: Any) -> AnnotationError:
             " parameters.",
             do="model = js.fully_shard(model, mesh=mesh); Linen: js.value_and_grad(loss_fn, model=model)(params, x)",
         )
-    inner = [dotted(p) for p, _ in nested_units(model)]
-    listed = f"{len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})"
+    inner_units = [dotted(path) for path, _ in nested_units(model)]
+    listed = "no unit inside"
+    if inner_units:
+        ellipsis = " ..." if len(inner_units) > _LISTED_UNITS else ""
+        listed = f"{len(inner_units)} units inside ({', '.join(inner_units[:_LISTED_UNITS])}{ellipsis})"
     return AnnotationError(
         "The root of the model is not annotated.",
-        where=f"{type(model).__name__}: {listed if inner else 'no unit inside'}",
+        where=f"{type(model).__name__}: {listed}",
         why="parameters outside the inner units belong to the root, and one call into the root is one sharded region.",
         do="js.fully_shard(model, mesh=mesh)  # after its submodules",
     )

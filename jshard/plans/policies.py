@@ -1,29 +1,22 @@
-"""Policies of a unit as frozen values: dtypes, prefetch, and remat by name."""
+"""Policies of a unit as frozen values: dtypes, prefetch, and all settings of a unit together."""
 
 import dataclasses
 import fnmatch
-import functools
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
-from jax import checkpoint_policies as jax_policies
+from jax.typing import DTypeLike
 
-from jshard._text import ATTENTION, CONTEXT, PRODUCT
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
-
-Remat = str | Callable[..., Any]
-"""A name of `KEEPS`, `"names:NAME,..."`, or a policy from `jax.checkpoint_policies`."""
+from jshard.plans.remat import NONE, Remat, check_remat
 
 Fallback = Literal["warn", "error"]
-NONE, FULL, OFFLOADED, ATTENTION_AGAIN, SELECTIVE = "none", "full", "offload", "attention", "torchtitan_selective"
 _GATHERED_BY_SCALE = ("float8_e4m3fn", "float8_e5m2")
 
 
-def is_real_float(dtype: Any) -> bool:
+def is_real_float(dtype: DTypeLike) -> bool:
     """Returns whether a policy of dtypes applies to arrays of a dtype: real floats of 16 bits or more.
 
     A cast would drop the imaginary part of complex numbers, round integers and indices, and change floats of 8 bits or
@@ -204,171 +197,59 @@ class UnitPolicy:
 
     reshard_after_forward: bool | int | None = None
     mixed_precision: MixedPrecision = MixedPrecision()
-    remat: Remat = "none"
+    remat: Remat = NONE
     prefetch: Prefetch | None = Prefetch(units=1)  # None: the compiler's order
     group: int | None = None
     fallback: Fallback = "warn"
 
     def changed(self, mesh: AnyMesh, **settings: Any) -> "UnitPolicy":
-        """The policy with other settings, each in the form of `js.fully_shard`, and checked."""
+        """Returns the policy with other settings, each in the form of `js.fully_shard`; raises if one is not valid."""
         if "prefetch" in settings:
             settings["prefetch"] = Prefetch.parse(settings["prefetch"])
         if "mixed_precision" in settings:
             settings["mixed_precision"] = settings["mixed_precision"] or MixedPrecision()
-        made = dataclasses.replace(self, **settings)
-        check_remat(made.remat)
-        _check_reshard(made.reshard_after_forward, degree(mesh, FSDP))
+        policy = dataclasses.replace(self, **settings)
+        check_remat(policy.remat)
+        _check_reshard(policy.reshard_after_forward, degree(mesh, FSDP))
         check_setting(
-            isinstance(made.mixed_precision, MixedPrecision),
-            f"fully_shard(mixed_precision={made.mixed_precision!r})",
+            isinstance(policy.mixed_precision, MixedPrecision),
+            f"fully_shard(mixed_precision={policy.mixed_precision!r})",
             "a js.MixedPrecision",
             'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param_dtype="bfloat16"))',
         )
         check_setting(
-            made.fallback in get_args(Fallback),
-            f"fully_shard(fallback={made.fallback!r})",
+            policy.fallback in get_args(Fallback),
+            f"fully_shard(fallback={policy.fallback!r})",
             "'warn' or 'error'",
             'js.fully_shard(model, mesh=mesh, fallback="error")',
         )
-        return made
+        return policy
 
 
-def check_setting(good: bool, where: str, wanted: str, do: str) -> None:
-    """Raises unless a setting, given as `where`, is valid; `wanted` describes valid values; `do` is a correct line."""
-    if not good:
-        raise AnnotationError("The value of a setting is not valid.", where=where, why=f"it must be {wanted}.", do=do)
+def check_setting(is_valid: bool, where: str, valid_values: str, do: str) -> None:
+    """Raises unless a setting is valid.
+
+    Args:
+        is_valid: whether it is.
+        where: the setting, with its value.
+        valid_values: a description of these.
+        do: a correct line.
+    """
+    if not is_valid:
+        raise AnnotationError(
+            "The value of a setting is not valid.", where=where, why=f"it must be {valid_values}.", do=do
+        )
 
 
-def _check_reshard(value: bool | int | None, size: int) -> None:
-    if value is None or isinstance(value, bool) or (isinstance(value, int) and value >= 1 and size % value == 0):
+def _check_reshard(value: bool | int | None, fsdp_degree: int) -> None:
+    """Raises unless `reshard_after_forward` is a flag, or the size of groups that the mesh can form."""
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, int) and value >= 1 and fsdp_degree % value == 0:
         return
     raise AnnotationError(
         "The parameters cannot be resharded to this group size after forward.",
-        where=f"fully_shard(reshard_after_forward={value!r}), fsdp={size}",
-        why=f"it must be True, False, or a number that divides the degree of the fsdp axis, {size}.",
+        where=f"fully_shard(reshard_after_forward={value!r}), fsdp={fsdp_degree}",
+        why=f"it must be True, False, or a number that divides the degree of the fsdp axis, {fsdp_degree}.",
         do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)",
     )
-
-
-# Remat policies by name: which values of a unit's forward are kept for backward, and which are recomputed.
-
-_QKV = "query_proj", "key_proj", "value_proj", "qkv_proj"
-_PROJECTIONS = (*_QKV, "out_proj")
-_PRODUCTS = (*_PROJECTIONS, "mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo")
-
-NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "minimal": _PRODUCTS,
-        "minimal_flash": (*_PRODUCTS, CONTEXT),
-        "minimal_with_context": (*_PRODUCTS, CONTEXT),
-        "save_dot_with_context_except_mlp": (*_PROJECTIONS, CONTEXT),
-        "save_dot_except_mlpwi": (*_PROJECTIONS, "mlpwo"),
-        "save_dot_except_mlp": _PROJECTIONS,
-        "save_qkv_proj": _QKV,
-        "save_out_proj": ("out_proj",),
-    }
-)
-"""MaxText's policies, with the names that each keeps."""
-
-KEEPS: Mapping[str, str] = MappingProxyType(
-    {
-        NONE: "everything",
-        "dots": "the results of matrix products, and of cuDNN attention",
-        "dots_with_no_batch_dims": "the results of products with weights",
-        ATTENTION_AGAIN: "everything but what js.kernels.attention computes",
-        SELECTIVE: "every second product with weights, and the result of attention",
-        OFFLOADED: "the results of products with weights, in host memory",
-        FULL: "nothing",
-    }
-)
-"""Descriptions of what the other policies keep."""
-
-KEPT_PRODUCT = "jshard kept product"
-"""The name of a product that `SELECTIVE` keeps: see `jshard.engine.program.checkpointed`."""
-
-# A gathered parameter must not be kept for backward under another name: these primitives only rename or recast.
-_FREE = frozenset(
-    "all_gather broadcast_in_dim convert_element_type copy expand_dims name pcast pvary reshape reshard"
-    " sharding_constraint slice split squeeze transpose".split()
-)
-
-
-def check_remat(remat: Remat) -> None:
-    """Raises for an unknown remat policy."""
-    if callable(remat) or (isinstance(remat, str) and (remat in KEEPS or remat in NAMED or kept_names(remat))):
-        return
-    keeps = "; ".join(f'"{name}" keeps {what}' for name, what in KEEPS.items())
-    raise AnnotationError(
-        "The remat policy is unknown.",
-        where=f"fully_shard(remat={remat!r})",
-        why=f"{keeps}. Of MaxText: {', '.join(NAMED)}. "
-        '"names:NAME,..." keeps the values with these names from jax.ad_checkpoint.checkpoint_name.'
-        " A function from jax.checkpoint_policies also works.",
-        do='js.fully_shard(block, mesh=mesh, remat="full")',
-    )
-
-
-def kept_names(remat: Remat) -> tuple[str, ...]:
-    """The names that a policy keeps; empty for a policy that does not use names."""
-    if not isinstance(remat, str):
-        return ()
-    head, _, rest = remat.partition(":")
-    return tuple(filter(None, map(str.strip, rest.split(",")))) if head == "names" else NAMED.get(remat, ())
-
-
-@functools.cache  # one object for all units of a policy
-def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
-    """The `jax.checkpoint` policy for a unit whose gathered parameters are not kept; None keeps nothing."""
-    if remat == FULL:
-        return None
-    inner = _inner(remat)
-
-    def policy(prim: Any, *args: Any, **params: Any) -> Any:
-        is_free = prim.name in _FREE and params.get("name") != PRODUCT and not _by_name(inner, prim, args, params)
-        return False if is_free else inner(prim, *args, **params)
-
-    return policy
-
-
-def _inner(remat: Remat) -> Callable[..., Any]:
-    if callable(remat):
-        return remat
-    by_name = jax_policies.save_only_these_names
-    match remat:
-        case "none" | "attention":
-            return jax_policies.everything_saveable
-        case "dots":
-            kept = _with_context(by_name(PRODUCT, CONTEXT))
-            return jax_policies.save_from_both_policies(jax_policies.dots_saveable, kept)
-        case "dots_with_no_batch_dims":
-            dots = jax_policies.dots_with_no_batch_dims_saveable
-            return jax_policies.save_from_both_policies(dots, by_name(PRODUCT))
-        case "torchtitan_selective":
-            return _with_context(by_name(KEPT_PRODUCT, CONTEXT))
-        case "offload":
-            return _products_offloaded
-    names = kept_names(remat)
-    return _with_context(by_name(*names)) if CONTEXT in names else by_name(*names)
-
-
-def _with_context(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy that also keeps the results of cuDNN attention, so that backward does not run it again."""
-    return lambda prim, *args, **params: prim.name == ATTENTION or policy(prim, *args, **params)
-
-
-_PRODUCTS_BY_NAME = jax_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[], names_which_can_be_offloaded=[PRODUCT], offload_src="device", offload_dst="pinned_host"
-)
-_DOTS_OFFLOADED = jax_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-
-
-def _products_offloaded(prim: Any, *args: Any, **params: Any) -> Any:
-    """Offloads results of matrix products to host memory; those of our kernels are recognised by name."""
-    return (_PRODUCTS_BY_NAME if prim.name == "name" else _DOTS_OFFLOADED)(prim, *args, **params)
-
-
-def _by_name(inner: Callable[..., Any], prim: Any, args: tuple, params: dict[str, Any]) -> bool:
-    """Whether a policy uses a value's name: a policy that keeps any value would also keep gathered parameters."""
-    if prim.name != "name":
-        return False
-    return inner(prim, *args, **params) != inner(prim, *args, **params | {"name": "a name that nothing has"})

@@ -1,6 +1,5 @@
 """Units of an nnx module: a module's class is swapped for a subclass that carries the unit; choosing submodules."""
 
-import copyreg
 import dataclasses
 import fnmatch
 import functools
@@ -12,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard.errors import AnnotationError
-from jshard.plans.mesh import NUMBERS, AnyMesh
+from jshard.plans.class_swap import swapped_class
+from jshard.plans.mesh import AnyMesh
+from jshard.plans.numeric import NUMBERS
 from jshard.plans.placement import PlacementPolicy
 from jshard.plans.policies import UnitPolicy
 
@@ -30,12 +32,26 @@ Path = tuple[Any, ...]
 ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 """State that cannot be mistaken for parameters: statistics, caches, collected values, random numbers."""
 
-OWN, NESTED, OUTER = "own", "nested", "outer"
+Method = Callable[..., Any]
+"""A method of a module's class, as a function."""
+
+Route = Callable[[nnx.Module, Method, tuple[Any, ...], dict[str, Any]], Any]
+"""Receives the calls of a unit: its module, the method, positional and keyword arguments; returns the result."""
+
+OWN = "own"
+NESTED = "nested"
+OUTER = "outer"
 
 
 def role(owner: Path | None) -> str:
-    """Who gathers a parameter: this unit, a unit inside, or (its path from here is None) an enclosing unit."""
-    return OUTER if owner is None else NESTED if owner else OWN
+    """Returns who gathers a parameter: this unit, a unit inside, or an enclosing unit.
+
+    Args:
+        owner: path of the unit that gathers it, from this one; None for an enclosing unit.
+    """
+    if owner is None:
+        return OUTER
+    return NESTED if owner else OWN
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +64,7 @@ class LogicalOptimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The record of a unit: equal for equal layers, so it holds no global path."""
+    """The record of a unit. It compares equal for identical layers, so it must not contain the layer's path."""
 
     mesh: AnyMesh
     policy: UnitPolicy
@@ -69,34 +85,36 @@ class Unit:
         """The parameters under the module, by their first path as keys."""
         return {leaf.keys[0]: leaf for leaf in self.members}
 
-    def __reduce__(self) -> tuple:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    def __reduce__(self) -> tuple[Callable[..., "Unit"], tuple[Any, ...]]:
+        # Devices cannot be pickled. In another process those with the same ids take their places.
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mesh = fields.pop("mesh")
-        layout = mesh.axis_sizes, mesh.axis_names, mesh.axis_types
-        ids = [d.id for d in mesh.devices.flat] if isinstance(mesh, Mesh) else None
-        return _rebuild_unit, (fields, layout, ids)
+        device_ids = None
+        if isinstance(mesh, Mesh):
+            device_ids = [device.id for device in mesh.devices.flat]
+        return _rebuild_unit, (fields, (mesh.axis_sizes, mesh.axis_names, mesh.axis_types), device_ids)
 
 
-def _rebuild_unit(fields: dict[str, Any], layout: tuple, device_ids: list[int] | None) -> Unit:
-    sizes, names, types = layout
+def _rebuild_unit(fields: dict[str, Any], axes: tuple[Any, Any, Any], device_ids: list[int] | None) -> Unit:
+    sizes, names, types = axes
     if device_ids is None:
         return Unit(jax.sharding.AbstractMesh(sizes, names, axis_types=types), **fields)
-    by_id = {d.id: d for d in jax.devices()}
-    devices = np.array([by_id[i] for i in device_ids]).reshape(sizes)
+    devices_by_id = {device.id: device for device in jax.devices()}
+    devices = np.array([devices_by_id[i] for i in device_ids]).reshape(sizes)
     return Unit(Mesh(devices, names, axis_types=types), **fields)
 
 
-def unit_of(module: Any) -> Unit | None:
-    """The record of a unit's module; None for any other object."""
+def unit_of(module: object) -> Unit | None:
+    """Returns the record of a unit's module; None for any other object."""
     return getattr(type(module), "_jshard_unit", None)
 
 
 def plain_class(module: nnx.Module) -> type[nnx.Module]:
-    """The user's own class."""
+    """Returns the user's own class of a module."""
     return getattr(type(module), "_jshard_base", type(module))
 
 
-def attach(module: nnx.Module, unit: Unit, route: Callable[..., Any]) -> None:
+def attach(module: nnx.Module, unit: Unit, route: Route) -> None:
     """Makes the module a unit, or renews its record. `route(self, method, args, kwargs)` receives its calls."""
     object.__setattr__(module, "__class__", _unit_class(plain_class(module), unit, route))
 
@@ -104,12 +122,12 @@ def attach(module: nnx.Module, unit: Unit, route: Callable[..., Any]) -> None:
 def store_plan(module: nnx.Module, plan: "ShardPlan", units: Mapping[Path, Unit]) -> None:
     """Sets new records of the units in a module, by path, each with its view of the module's plan."""
     views = with_views(plan, units)
-    for path, one in nested_units(module):
-        attach(one, views[path], type(one)._jshard_route)  # type: ignore[attr-defined]
+    for path, unit_module in nested_units(module):
+        attach(unit_module, views[path], type(unit_module)._jshard_route)  # type: ignore[attr-defined]
 
 
 def with_views(plan: "ShardPlan", units: Mapping[Path, Unit]) -> dict[Path, Unit]:
-    """The records of the units of a model, each with its view of the model's plan."""
+    """Returns the records of the units of a model, each with its view of the model's plan."""
     return {path: dataclasses.replace(unit, plan=plan.seen_from(path, units)) for path, unit in units.items()}
 
 
@@ -118,32 +136,32 @@ def detach(module: nnx.Module) -> None:
     object.__setattr__(module, "__class__", plain_class(module))
 
 
-@functools.cache
-def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -> type[nnx.Module]:
-    body: dict[str, Any] = {
+@functools.cache  # equal layers have equal records, and so one class
+def _unit_class(base: type[nnx.Module], unit: Unit, route: Route) -> type[nnx.Module]:
+    routed_methods = {name: _routed(method, route) for name, method in _methods(base)}
+    attributes = {
         "_jshard_unit": unit,
         "_jshard_base": base,
         "_jshard_route": staticmethod(route),
         "__annotations__": {},
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
+        **routed_methods,
     }
-    body |= {name: _routed(method, route) for name, method in _methods(base)}
-    metaclass = _unit_metaclass(type(base))
-    return metaclass(base.__name__, (base,), body, pytree=_compat.is_pytree_class(base))
+    rebuild = (_unit_class, (base, unit, route))
+    return swapped_class(base, attributes, rebuild=rebuild, pytree=_compat.is_pytree_class(base))
 
 
-def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The methods that run the model: `__call__` and the public ones that Flax's base classes lack."""
+def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Method]]:
+    """Yields the methods that run the model: `__call__` and the public ones that Flax's base classes lack."""
     for name in dir(base):
-        public = not name.startswith("_") and not hasattr(nnx.Module, name)
-        method = inspect.getattr_static(base, name)
-        if (public or name == "__call__") and inspect.isfunction(method):
+        is_public = not name.startswith("_") and not hasattr(nnx.Module, name)
+        method = inspect.getattr_static(base, name)  # without the descriptors, of which a property would run code
+        if inspect.isfunction(method) and (is_public or name == "__call__"):
             yield name, method
 
 
-def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(method: Method, route: Route) -> Method:
+    """Returns a method whose calls go to the route."""
+
     @functools.wraps(method)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         return route(self, method, args, kwargs)
@@ -151,59 +169,57 @@ def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[.
     return call
 
 
-@functools.cache
-def _unit_metaclass(meta: type) -> type:
-    """Its own metaclass, so that pickle knows how to rebuild a unit's class."""
-    made = type("UnitMeta", (meta,), {})
-    copyreg.pickle(made, _reduce_class)  # type: ignore[arg-type]
-    return made
-
-
-def _reduce_class(cls: Any) -> tuple:
-    return _unit_class, (cls._jshard_base, cls._jshard_unit, cls._jshard_route)
-
-
-def is_key(x: Any) -> bool:
+def is_key(x: object) -> bool:
     """Returns whether an array holds random keys: these have no bytes to split, and every device has them whole."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
-    """Every parameter along every path (a tied one several times), with the units around it, outermost first.
+    """Yields every parameter along every path (a tied one several times), with the units around it, outermost first.
 
     Random keys are left out, also where a model has them as parameters.
     A parameter that holds a tuple or a dict of arrays, or nothing, is not one of them: it has no shape to plan by.
     """
+    return _occurrences_in(module, (), (), frozenset())
 
-    def visit(node: Any, path: Path, units: tuple, open_nodes: frozenset[int]) -> Iterator:
-        if isinstance(node, nnx.Param):
-            if holds_array(node) and not is_key(node.get_raw_value()):
-                yield node, path, units
-            return
-        if isinstance(node, nnx.Variable) or id(node) in open_nodes:
-            return
-        if unit_of(node) is not None:
-            units = (*units, node)
-        for key, child in _compat.children(node).items():
-            if type(child) not in _compat.SETTINGS:
-                yield from visit(child, (*path, key), units, open_nodes | {id(node)})
 
-    yield from visit(module, (), (), frozenset())
+def _occurrences_in(
+    node: Any, path: Path, units: tuple[nnx.Module, ...], open_nodes: frozenset[int]
+) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
+    """Yields the parameters in a node of a model.
+
+    Args:
+        node: a module, a variable, or a container of these.
+        path: of the node.
+        units: around the node.
+        open_nodes: ids of the nodes around it. A model may contain itself, and is then not entered again.
+    """
+    if isinstance(node, nnx.Param):
+        if holds_array(node) and not is_key(node.get_raw_value()):
+            yield node, path, units
+        return
+    if isinstance(node, nnx.Variable) or id(node) in open_nodes:
+        return
+    if unit_of(node) is not None:
+        units = (*units, node)
+    for key, child in _compat.children(node).items():
+        if type(child) not in _compat.SETTINGS:
+            yield from _occurrences_in(child, (*path, key), units, open_nodes | {id(node)})
 
 
 def holds_array(variable: nnx.Variable) -> bool:
-    """Whether the value of a variable is one array, or a number; not a tree of arrays."""
+    """Returns whether the value of a variable is one array, or a number; not a tree of arrays."""
     value = variable.get_raw_value()
     return hasattr(value, "shape") or isinstance(value, NUMBERS)
 
 
-def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
-    """Every node and variable in a graph of modules, once, with its first path, outer before inner.
+def walk(graph: object, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
+    """Yields every node and variable in a graph of modules, once, with its first path, outer before inner.
 
     Like `nnx.iter_graph`, but several times faster: numbers, names and functions are skipped except for `settings`.
     """
-    visited: set[int] = set()
+    visited: set[int] = set()  # nodes and variables; other objects, such as equal numbers, are not identities
     stack: list[tuple[Path, Any]] = [((), graph)]
     while stack:
         path, node = stack.pop()
@@ -212,64 +228,77 @@ def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
                 continue
             visited.add(id(node))
         yield path, node
-        for key, child in reversed(_compat.children(node).items()):
+        for key, child in reversed(_compat.children(node).items()):  # the last on the stack is visited first
             if settings or type(child) not in _compat.SETTINGS:
                 stack.append(((*path, key), child))
 
 
 def modules(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
-    """The modules in a graph with their first path, each once."""
+    """Yields the modules in a graph with their first path, each once."""
     return ((path, node) for path, node in walk(module) if isinstance(node, nnx.Module))
 
 
 def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
-    """The unit modules in a graph with their first path, outer before inner, each once."""
-    found = [(path, one) for path, one in modules(module) if unit_of(one) is not None]
-    yield from sorted(found, key=lambda item: [(isinstance(k, str), k) for k in item[0]])
+    """Yields the unit modules in a graph with their first path, outer before inner, each once."""
+    unit_modules = [(path, inner) for path, inner in modules(module) if unit_of(inner) is not None]
+    yield from sorted(unit_modules, key=lambda item: _order_of(item[0]))
+
+
+def _order_of(path: Path) -> list[tuple[bool, Any]]:
+    """Returns a key to sort paths by: an index of a list and an attribute's name cannot be compared themselves."""
+    return [(isinstance(key, str), key) for key in path]
 
 
 def units_in(module: nnx.Module) -> dict[Path, Unit]:
     """Returns the records of the units in a module by path, outer before inner."""
-    return {path: unit for path, one in nested_units(module) if (unit := unit_of(one)) is not None}
+    units = {}
+    for path, unit_module in nested_units(module):
+        unit = unit_of(unit_module)
+        assert unit is not None, "nested_units yields units"
+        units[path] = unit
+    return units
 
 
 def dotted(path: Path) -> str:
-    """A path as text: `blocks/0/kernel`; `(root)` for the module itself."""
+    """Returns a path as text: `blocks/0/kernel`; `(root)` for the module itself."""
     return "/".join(map(str, path)) or "(root)"
 
 
 def inside(outer: Path, path: Path | None) -> Path | None:
-    """A path relative to a module in it; None if it is not inside the module."""
-    return path[len(outer) :] if path is not None and path[: len(outer)] == outer else None
+    """Returns a path relative to the module at `outer`; None if it is not inside the module."""
+    if path is None or path[: len(outer)] != outer:
+        return None
+    return path[len(outer) :]
 
 
 def is_named(path: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns matches a path."""
+    """Returns whether one of the patterns matches a path."""
     return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
 
 
 def numberless(path: str) -> str:
-    """A path with `*` for layer indices: `blocks/*/kernel`."""
+    """Returns a path with `*` for layer indices: `blocks/*/kernel`."""
     return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)
 
 
 # Choices of units and of parameters by users: classes, patterns, functions.
 
-UnitChoice = type | str | Callable[[str, Any], bool]
+UnitChoice = type | str | Callable[[str, nnx.Module], bool]
 """A class, a pattern of paths such as `"blocks/*"`, or a function of (path, module)."""
 
 
-def chosen(choice: UnitChoice, path: str, module: Any) -> bool:
-    """Whether a submodule at a path is chosen."""
+def chosen(choice: UnitChoice, path: str, module: object) -> bool:
+    """Returns whether a submodule at a path is chosen."""
     if isinstance(choice, type):
         return isinstance(module, choice)
     if isinstance(choice, str):
-        return path.count("/") == choice.count("/") and fnmatch.fnmatch(path, choice)
-    return _asked(choice, path, module)
+        has_equal_depth = path.count("/") == choice.count("/")  # `*` of fnmatch also matches slashes
+        return has_equal_depth and fnmatch.fnmatch(path, choice)
+    return _answer_of(choice, path, module)
 
 
-def _asked(choice: Any, path: str, module: Any) -> bool:
-    """What a function of (path, module) answers; raises for one that makes modules, and for any other object."""
+def _answer_of(choice: Any, path: str, module: object) -> bool:
+    """Returns what a function of (path, module) answers; raises for one that makes modules, and for other objects."""
     answer: Any = None
     cause: Exception | None = None
     try:
@@ -287,14 +316,14 @@ def _asked(choice: Any, path: str, module: Any) -> bool:
     ) from cause
 
 
-def as_filter(choice: Any) -> Any:
-    """An nnx filter from filters and path patterns of parameters; hashable, because it is part of records."""
+def as_filter(choice: Any) -> Filter:
+    """Returns an nnx filter from filters and path patterns of parameters; hashable, because it is part of records."""
     if choice is None:
         return False
     if isinstance(choice, str):
         return PathPattern(choice)
     if isinstance(choice, (list, tuple, set)):
-        return tuple(as_filter(one) for one in choice)
+        return tuple(map(as_filter, choice))
     return choice
 
 
@@ -304,6 +333,6 @@ class PathPattern:
 
     pattern: str
 
-    def __call__(self, path: Path, value: Any) -> bool:
-        """Whether a parameter is chosen."""
+    def __call__(self, path: Path, value: object) -> bool:
+        """Returns whether a parameter is chosen."""
         return fnmatch.fnmatch(dotted(path), self.pattern)

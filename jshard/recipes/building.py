@@ -19,9 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import checkpoint
-from jshard.api.fully_shard import revise
-from jshard.api.gradients import LossScale
-from jshard.api.init import abstract_init, abstract_optimizer, shard_init, shard_optimizer
+from jshard.api.init import abstract_init, shard_init
+from jshard.api.loss_scale import LossScale
+from jshard.api.optimizer import abstract_optimizer, shard_optimizer
+from jshard.api.revise import revise
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.formats import Names, foreign_source

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jshard._parsing import is_text, shown, whole_number
-from jshard.api.fully_shard import SETTINGS
+from jshard.api.revise import SETTINGS
 from jshard.errors import FourPartError, ShardingError
-from jshard.plans.policies import Prefetch, check_remat
+from jshard.plans.policies import Prefetch
+from jshard.plans.remat import check_remat
 from jshard.recipes.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)

@@ -21,13 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard._text import counted
-from jshard.api.gradients import loss_scale_of, scaled_value_and_grad
+from jshard.api.loss_scale import loss_scale_of, scaled_value_and_grad
 from jshard.engine.weighted import WeightedMean, mean_of, mean_over
 from jshard.errors import AnnotationError
 from jshard.facts.devices import peak_of
-from jshard.plans.checks import check_has_arrays
-from jshard.plans.memories import apart, as_array, placed_apart, to_device
-from jshard.plans.mesh import is_numeric
+from jshard.plans.buffers import apart, as_array, placed_apart
+from jshard.plans.call_checks import check_has_arrays
+from jshard.plans.memories import to_device
+from jshard.plans.numeric import is_numeric
 from jshard.plans.padding import padding_kept
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of

@@ -27,8 +27,8 @@ from jshard.cluster.search import Search, is_same, search
 from jshard.data import Data, Loader, local_rows
 from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
-from jshard.plans.mesh import mesh as make_mesh
-from jshard.plans.mesh import shard_batch
+from jshard.plans.batch import shard_batch
+from jshard.plans.make_mesh import mesh as make_mesh
 from jshard.recipes.building import batch_like, create
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jshard.plans.mesh import shard_batch
+from jshard.plans.batch import shard_batch
 
 BATCHES_AHEAD = 2
 """So many batches are on their way to the devices."""

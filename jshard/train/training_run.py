@@ -17,7 +17,7 @@ from jshard import launch
 from jshard._files import write_text
 from jshard._live import Work, at_work
 from jshard._text import counted
-from jshard.api.gradients import loss_scale_of
+from jshard.api.loss_scale import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.data import Loader
 from jshard.engine.layer_stacks import as_traced

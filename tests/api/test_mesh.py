@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jshard as js
 from jshard.errors import MeshError
-from jshard.plans.mesh import _in_torus
+from jshard.plans.make_mesh import _in_torus
 
 LAYOUTS = {
     "default": ({}, (1, 8, 1)),

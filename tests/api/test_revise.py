@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.fully_shard import revise
+from jshard.api.revise import revise
 from jshard.engine.context import plain_flax
 from jshard.errors import AnnotationError, ShardingError
 from jshard.recipes.building import abstract_model

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 import jshard as js
-from jshard.api.init import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint.formats.source import stored_array
 from jshard.data.batches import GlobalBatches
 

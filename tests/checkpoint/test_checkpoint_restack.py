@@ -11,7 +11,7 @@ from flax import nnx
 
 import jshard as js
 from jshard import checkpoint
-from jshard.api.init import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint import CheckpointError
 from tests.micro_gpt import annotate, build, micro
 from tests.wide import wide

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.init import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 import jshard as js
 from jshard import _compat
-from jshard.api.gradients import LossScale, scaled_value_and_grad
-from jshard.api.init import abstract_optimizer
+from jshard.api.loss_scale import LossScale, scaled_value_and_grad
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
-from jshard.plans import memories
+from jshard.plans import streamed_updates
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
@@ -155,7 +155,7 @@ def test_nothing_is_computed_in_host_memory_and_what_is_frozen_is_fetched_for_th
 
 def test_what_jits_the_whole_tree_is_updated_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch):
     """As `optax.adamw` does where jax keeps the calls of `jax.jit(..., inline=True)`."""
-    monkeypatch.setattr(memories, "_PART_BYTES", 1)
+    monkeypatch.setattr(streamed_updates, "_PART_BYTES", 1)
     model = annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="optimizer")
     decayed = optax.stateless(lambda updates, params: jax.jit(jax.tree.map, static_argnums=0)(jnp.add, updates, params))
     optimizer = abstract_optimizer(model, optax.chain(optax.trace(0.9), decayed, optax.trace(0.9)))

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.gradients import LossScale, scaled_value_and_grad
+from jshard.api.loss_scale import LossScale, scaled_value_and_grad
 from tests.parity import flat
 
 WIDTH = 32

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.gradients import LossScale, scaled_value_and_grad
+from jshard.api.loss_scale import LossScale, scaled_value_and_grad
 from jshard.errors import CallError
 
 ROWS, LENGTH, WIDTH = 32, 4, 64

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.fully_shard import revise
-from jshard.api.init import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
+from jshard.api.revise import revise
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
 from jshard.recipes import building, step

@@ -12,7 +12,7 @@ from benchmarks.kernels.launches import launches
 from jshard.kernels import Occupancy
 from jshard.kernels.backend import product_ns, traffic_ns
 from jshard.kernels.mosaic_product import Product, smem_bytes
-from jshard.plans.policies import checkpoint_policy
+from jshard.plans.remat import checkpoint_policy
 from tests.occupancy.on_h200 import KIND, lowered, of
 from tests.wide import wide
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard.api.init import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
 from jshard.plans.mesh import batch_sharding

@@ -17,7 +17,7 @@ from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import jshard as js
-from jshard.api.gradients import LossScale, loss_scale_of, scaled_value_and_grad
+from jshard.api.loss_scale import LossScale, loss_scale_of, scaled_value_and_grad
 from jshard.data import Data, load_text
 from jshard.errors import AnnotationError, RunError
 from jshard.recipes import building

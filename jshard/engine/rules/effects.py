@@ -14,7 +14,7 @@ from jshard import _compat
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
 from jshard.engine.rules.values import Value, array_bytes, type_of
 from jshard.errors import CallError
-from jshard.plans.placement import axes_of
+from jshard.plans.model_axes import axes_of
 
 # ---- where values are
 

@@ -22,7 +22,7 @@ from jshard.engine.rules.registry import OperandStates, Partitioner, rule
 from jshard.engine.rules.values import State, Value, array_bytes, arrays_of, in_states, type_of, with_arrays
 from jshard.errors import CallError
 from jshard.plans.mesh import FSDP
-from jshard.plans.placement import axes_of, spec_over
+from jshard.plans.model_axes import axes_of, spec_over
 
 DimAxes = tuple[tuple[str, ...], ...]
 """For each dim the axes that it is split over, outermost first; those of degree 1 split nothing and are left out."""

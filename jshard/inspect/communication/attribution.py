@@ -14,7 +14,8 @@ from typing import NamedTuple
 from jshard.inspect.communication.planned import copied_over
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.module import HloArray
-from jshard.plans.placement import Placement, axes_of
+from jshard.plans.model_axes import axes_of
+from jshard.plans.placement import Placement
 from jshard.plans.plan import ShardPlan
 
 Dims = tuple[int, ...]

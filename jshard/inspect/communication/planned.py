@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.plans.mesh import FSDP, REGION_AXES
-from jshard.plans.placement import Placement, axes_of
+from jshard.plans.model_axes import axes_of
+from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan
 
 # How the purposes of all-gathers begin.

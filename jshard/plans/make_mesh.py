@@ -1,0 +1,249 @@
+"""`js.mesh`: arranges devices over the named axes, the innermost over the fastest links."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, overload
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jshard._text import counted
+from jshard.errors import MeshError
+from jshard.plans.mesh import AXES, CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, AnyMesh, slice_of
+
+Devices: TypeAlias = Sequence[jax.Device] | int | None  # pyright: ignore[reportInvalidTypeForm]
+"""The devices of a mesh; a number, of a mesh whose devices need not exist; None, all devices."""
+
+_ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them: they appear in no program, plan or message
+
+
+@overload
+def mesh(
+    *,
+    replica: int = ...,
+    fsdp: int = ...,
+    expert: int = ...,
+    context: int = ...,
+    tensor: int = ...,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh: ...
+@overload
+def mesh(
+    *,
+    replica: int = ...,
+    fsdp: int = ...,
+    expert: int = ...,
+    context: int = ...,
+    tensor: int = ...,
+    devices: int,
+) -> AbstractMesh: ...
+def mesh(
+    *,
+    replica: int = 1,
+    fsdp: int = -1,
+    expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    devices: Devices = None,
+    **unknown: int,
+) -> AnyMesh:
+    """Arranges the devices over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
+
+    The batch is split over all axes except `context`, which splits its sequences, and `tensor`. `expert` and `tensor`
+    split the parameters that the model's own annotations name; parameters are sharded over `fsdp`, together with
+    `expert` (if they have no experts there) and `context`, and replicated over the others. The innermost axes use the
+    fastest links: devices are ordered by slice, process and id (on TPU by their position in the torus), so that
+    neighbours share a host.
+
+    Args:
+        replica: degree of the replica axis; -1 uses the remaining devices.
+        fsdp: degree of the sharding axis; -1 (the default): the remaining devices.
+        expert: degree of the expert axis; -1: the remaining devices. With degree 1 the mesh has no such axis.
+        context: degree of the axis that splits sequences; -1: the remaining devices. With degree 1 the mesh has no
+            such axis.
+        tensor: degree of the tensor axis; -1: the remaining devices.
+        devices: the devices to use, all of them by default. An int creates a mesh of that many devices
+            that need not exist: for `js.plan` and `js.explain`, not for arrays.
+        **unknown: not accepted: there are no other axes.
+
+    Returns:
+        A `jax.sharding.Mesh` with Auto axes, or an `AbstractMesh` if `devices` is an int.
+
+    Raises:
+        MeshError: an axis is unknown, a degree is not positive, more than one is -1, or the product does
+            not match the number of devices.
+
+    Example:
+        >>> mesh = js.mesh(replica=2, fsdp=-1)
+        >>> dict(mesh.shape)
+        {'replica': 2, 'fsdp': 4, 'tensor': 1}
+    """
+    requested = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
+    if isinstance(devices, int):  # for plans of machines that are not here
+        shape = _shape_for(requested, unknown, devices, devices)
+        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    chosen = list(jax.devices() if devices is None else devices)
+    shape = _shape_for(requested, unknown, len(chosen), devices)
+    sizes = tuple(shape.values())
+    if chosen[0].platform == "tpu":
+        arranged = _in_torus(chosen, sizes)
+    else:  # of a reshaped array the last axis varies fastest: its devices are neighbours
+        arranged = np.array(sorted(chosen, key=_nearness)).reshape(sizes)
+    return Mesh(arranged, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _shape_for(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Devices) -> dict[str, int]:
+    """Returns the axes of the mesh and their degrees; axes on demand are left out at degree 1."""
+    degrees = _fill(requested, unknown, count, devices)
+    return {axis: n for axis, n in degrees.items() if axis not in _ON_DEMAND or n > 1}
+
+
+def _nearness(device: Any) -> tuple[int, int, int]:
+    """Returns a key by which neighbours share a process, and neighbours of these a slice."""
+    return slice_of(device), device.process_index, device.id
+
+
+def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
+    """Arranges TPUs by position in the torus of their slice; the outermost axes span the slices."""
+    slices = len({slice_of(device) for device in devices})
+    remaining = slices
+    slices_per_axis = []
+    for size in sizes:  # the outermost first: the links between slices are the slowest
+        slices_per_axis.append(math.gcd(size, remaining))
+        remaining //= slices_per_axis[-1]
+    if remaining > 1:
+        raise MeshError(
+            "The mesh cannot span the slices.",
+            where=f"degrees {' x '.join(map(str, sizes))}",
+            why=f"the devices form {slices} slices, and no degrees contain their factors.",
+            do=f"mesh = js.mesh(replica={slices})  # a copy of the model on each slice",
+        )
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    sizes_in_slice = [size // n for size, n in zip(sizes, slices_per_axis, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(sizes_in_slice, slices_per_axis, devices)
+
+
+def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Devices) -> dict[str, int]:
+    """Returns the degrees in axis order, with -1 replaced by the remaining devices.
+
+    Args:
+        requested: the degrees of all axes.
+        unknown: axes that do not exist, with their degrees.
+        count: the number of devices.
+        devices: as `mesh` takes them, for messages.
+    """
+    problem = _problem_of(requested, unknown, count, devices)
+    if problem is not None:
+        mentioned = _mentioned(requested) | unknown
+        where = "js.mesh(" + ", ".join(f"{axis}={n}" for axis, n in mentioned.items()) + ")"
+        do = _nearest_call(requested, count, devices) + problem.hint
+        raise MeshError(problem.what, where=where, why=problem.why, do=do)
+    fixed = _product(requested)
+    return {axis: count // fixed if n == -1 else n for axis, n in requested.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """Why no mesh has the requested degrees: parts of the error."""
+
+    what: str
+    why: str
+    hint: str = ""
+
+
+def _problem_of(
+    requested: Mapping[str, int], unknown: Mapping[str, int], count: int, devices: Devices
+) -> _Problem | None:
+    """Returns what is wrong with the requested degrees, or None; the arguments are those of `_fill`."""
+    if unknown:
+        return _Problem(
+            what=f"The mesh has no axis {', '.join(map(repr, unknown))}.",
+            why=f"the axes are {', '.join(AXES)}.",
+        )
+    bad_axes = [axis for axis, n in requested.items() if not _is_degree(n)]
+    if bad_axes:
+        values = ", ".join(f"{axis}={requested[axis]!r}" for axis in bad_axes)
+        return _Problem(
+            what=f"The degree of mesh axis {', '.join(map(repr, bad_axes))} is not a positive number.",
+            why=f"{values}; a degree must be 1 or more, or -1 for the rest.",
+        )
+    open_axes = [axis for axis, n in requested.items() if n == -1]
+    if len(open_axes) > 1:
+        return _Problem(
+            what=f"More than one mesh axis is -1: {', '.join(open_axes)}.",
+            why=f"only one axis can take the rest of the {counted(count, 'device')}.",
+        )
+    return _problem_of_count(requested, count, devices, has_open_axis=bool(open_axes))
+
+
+def _problem_of_count(
+    requested: Mapping[str, int], count: int, devices: Devices, *, has_open_axis: bool
+) -> _Problem | None:
+    """Returns what is wrong with the number of devices, or None. The degrees are valid, one of them may be -1."""
+    fixed = _product(requested)
+    fits = count % fixed == 0 if has_open_axis else count == fixed
+    if count >= 1 and fits:
+        return None
+    factors = " x ".join(str(n) for n in _mentioned(requested).values() if n != -1)
+    relation = "does not divide" if has_open_axis and count > 0 else "is not"
+    return _Problem(
+        what="The mesh does not match the devices.",
+        why=f"{factors} = {fixed} {relation} {count}, the number of devices.",
+        hint=_other_devices(fixed, count, devices),
+    )
+
+
+def _is_degree(n: object) -> bool:
+    """Returns whether a value is a degree, or -1 for the rest; True is no number of devices."""
+    return type(n) is int and (n >= 1 or n == -1)
+
+
+def _mentioned(requested: Mapping[str, int]) -> dict[str, int]:
+    """Returns the degrees that a message names: all but axes on demand that the user left at 1."""
+    return {axis: n for axis, n in requested.items() if axis not in _ON_DEMAND or type(n) is not int or n != 1}
+
+
+def _product(degrees: Mapping[str, int]) -> int:
+    """Returns the product of the degrees that are given, without that of the rest."""
+    return math.prod(n for n in degrees.values() if n != -1)
+
+
+def nearest_degrees(requested: Mapping[str, Any], count: int) -> dict[str, int]:
+    """Returns degrees for a number of devices, close to the requested ones: one axis takes the rest."""
+    degrees = {axis: n for axis, n in requested.items() if axis in AXES and _is_degree(n)}
+    rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
+    nearest = {rest: -1}
+    remaining = max(count, 1)
+    for axis in reversed(AXES):  # the innermost keeps as much as it can
+        if axis != rest:
+            requested_degree = max(degrees.get(axis, 1), 1)
+            nearest[axis] = _largest_divisor(remaining, at_most=requested_degree)
+            remaining //= nearest[axis]
+    return {axis: nearest[axis] for axis in AXES if axis == FSDP or nearest[axis] != 1}
+
+
+def _largest_divisor(number: int, *, at_most: int) -> int:
+    return max(n for n in range(1, min(at_most, number) + 1) if number % n == 0)
+
+
+def _nearest_call(requested: Mapping[str, Any], count: int, devices: Devices) -> str:
+    """Returns the call of `mesh` nearest to the requested one that works on the given devices."""
+    words = [f"{axis}={n}" for axis, n in nearest_degrees(requested, count).items()]
+    if devices is not None and count > 0:
+        same_devices = devices if isinstance(devices, int) else f"jax.devices()[:{count}]"
+        words.append(f"devices={same_devices}")
+    return f"js.mesh({', '.join(words)})"
+
+
+def _other_devices(needed: int, count: int, devices: Devices) -> str:
+    """Returns a further hint if there are more devices than needed, or fewer and they are CPU devices."""
+    if devices is None and needed < count:
+        return f"  # or devices=jax.devices()[:{needed}]"
+    if devices is None and jax.default_backend() == "cpu":
+        line = f'jax.config.update("jax_num_cpu_devices", {needed})'
+        return f"\n{line}  # simulates more; set before JAX looks for devices"
+    return ""

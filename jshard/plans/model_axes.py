@@ -1,0 +1,147 @@
+"""The model's own annotation of a parameter: names for its dims, and the mesh axes that they stand for."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from jshard.errors import AnnotationError
+from jshard.plans.mesh import AXES, EXPERT, FSDP, TENSOR
+
+Entry = str | tuple[str, ...] | None
+"""The mesh axes of one dim, or a model's names for them, as in a `PartitionSpec`."""
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """Returns the mesh axes in an entry of a spec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def spec_over(axes: Sequence[str], entries: Sequence[Entry]) -> PartitionSpec:
+    """Returns a spec restricted to some axes, for a region that is manual over them."""
+    restricted = []
+    for entry in entries:
+        restricted.append(tuple(axis for axis in axes_of(entry) if axis in axes) or None)
+    return PartitionSpec(*restricted)
+
+
+def entries_of_model(
+    path: str,
+    shape: tuple[int, ...],
+    model_axes: tuple[Entry, ...],
+    degrees: Mapping[str, int],
+    axis_rules: Mapping[str, Entry],
+) -> list[Entry]:
+    """Returns for each dim the mesh axes that the model splits it over; raises AnnotationError if it cannot.
+
+    Args:
+        path: of the parameter, from its unit.
+        shape: its logical shape.
+        model_axes: the names in the model's annotation, one entry for each dim, or for the first ones.
+        degrees: of the mesh axes.
+        axis_rules: the axes that names stand for.
+    """
+    resolved = tuple(_without_idle_axes(_by_rules(entry, axis_rules), degrees) for entry in model_axes)
+    annotation = _ModelAnnotation(path, tuple(shape), model_axes, resolved)
+    annotation.check_names_are_known({*axis_rules, *AXES}, degrees)
+    annotation.check_axes_split_one_dim(degrees)
+    annotation.check_dims_divide(degrees)
+    unnamed_dims = len(shape) - len(resolved)
+    return [*resolved, *[None] * unnamed_dims]
+
+
+def _by_rules(entry: Entry, rules: Mapping[str, Entry]) -> Entry:
+    """Returns a model's own annotation of a dim as axes of the mesh."""
+    names = axes_of(entry)
+    if not any(name in rules for name in names):
+        return entry
+    axes = [axis for name in names for axis in axes_of(rules.get(name, name))]
+    if len(axes) == 1:
+        return axes[0]
+    return tuple(axes) or None
+
+
+def _without_idle_axes(entry: Entry, degrees: Mapping[str, int]) -> Entry:
+    """Returns a model's own annotation for a dim, without axes that split nothing here.
+
+    `fsdp`, which public models name, is also removed: the dim that it shards is decided here.
+    """
+    axes = axes_of(entry)
+    remaining = tuple(axis for axis in axes if axis != FSDP and degrees.get(axis, 1) != 1)
+    if remaining == axes:
+        return entry
+    return remaining or None
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModelAnnotation:
+    """A model's own annotation of a parameter. Its checks raise where the split would be lost, or does not divide.
+
+    Attributes:
+        path: of the parameter, from its unit.
+        shape: its logical shape.
+        names: as the model wrote them, for each dim or for the first ones.
+        entries: the axes of the mesh that they stand for, without those that split nothing.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[Entry, ...]
+    entries: tuple[Entry, ...]
+
+    def check_names_are_known(self, known_names: set[str], degrees: Mapping[str, int]) -> None:
+        """Raises for names that are neither axes nor in `axis_rules`, if the mesh has an axis that they could mean."""
+        model_axes = [axis for axis in (TENSOR, EXPERT) if degrees.get(axis, 1) > 1]
+        names = [name for entry in self.names for name in axes_of(entry)]
+        unknown = [name for name in names if name not in known_names and name not in degrees]
+        if not unknown or not model_axes:  # without other axes than for data nothing could be split
+            return
+        suggested_rules: dict[str, str | None] = dict.fromkeys(unknown[:-1])
+        suggested_rules[unknown[-1]] = model_axes[0]
+        raise AnnotationError(
+            "The model's own sharding of a parameter cannot be kept.",
+            where=f"{self.path}  out_sharding={self.names}",
+            why=f"{', '.join(map(repr, unknown))}: the mesh has {', '.join(degrees)}.",
+            do="map each name to an axis, or None: js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy("
+            f"axis_rules={suggested_rules}))",
+        )
+
+    def check_axes_split_one_dim(self, degrees: Mapping[str, int]) -> None:
+        """Raises if an axis of the mesh stands for the names of two dims."""
+        axes = [axis for entry in self.entries for axis in axes_of(entry)]
+        repeated = [axis for axis in axes if axes.count(axis) > 1]
+        if not repeated:
+            return
+        axis = repeated[0]
+        suggested_rules: dict[str, Entry] = {}
+        names_on_axis: Entry = None  # at the end: of the last dim on the axis, which the suggestion leaves whole
+        for names, entry in zip(self.names, self.entries, strict=True):
+            suggested_rules |= {name: entry for name in axes_of(names) if name not in degrees}
+            if axis in axes_of(entry):
+                names_on_axis = names
+        suggested_rules |= dict.fromkeys(axes_of(names_on_axis))
+        raise AnnotationError(
+            "Two dims of a parameter cannot be split over one axis.",
+            where=f"{self.path}  shape {self.shape}  out_sharding={self.names}",
+            why=f"{axis!r} would be on {axes.count(axis)} dims.",
+            do="keep it for one of the names: js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy("
+            f"axis_rules={suggested_rules}))",
+        )
+
+    def check_dims_divide(self, degrees: Mapping[str, int]) -> None:
+        """Raises for dims that do not divide by the degrees of their axes."""
+        uneven = []
+        for dim, (size, entry) in enumerate(zip(self.shape, self.entries, strict=False)):
+            pieces = math.prod(degrees[axis] for axis in axes_of(entry))
+            if size % pieces:
+                uneven.append(f"dim {dim} over {', '.join(axes_of(entry))} ({pieces})")
+        if uneven:
+            raise AnnotationError(
+                "A dim does not divide by the axis that the model's own sharding assigns to it.",
+                where=f"{self.path}  shape {self.shape}  out_sharding={self.entries}",
+                why=f"{'; '.join(uneven)}: every device must hold an equal part.",
+                do="choose a degree that divides it, or omit the axis for this parameter.",
+            )

@@ -1,0 +1,179 @@
+"""Arrays that every device holds whole: parameters that could not be sharded, and arrays that are not parameters."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jshard import _compat
+from jshard.errors import AnnotationError
+from jshard.plans.mesh import FSDP, INNER_AXES, AnyMesh, degree
+from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, Placement
+from jshard.plans.policies import MixedPrecision
+from jshard.plans.units import ORDINARY_STATE, Path, Unit, dotted, holds_array, is_named, numberless, walk
+
+_LARGE_SHARE = 0.01  # of the bytes of all parameters
+_LISTED = 10
+_LISTED_PATHS = 4
+
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+ARRAY = "array"
+"""The kind of an array that is a plain attribute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """A float array of a model that is not a parameter, and so is not sharded."""
+
+    path: Path
+    kind: str  # class of its variable, or `ARRAY`
+    form: str  # dtype and dims
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}  {self.kind} {self.form}"
+
+
+def others_of(module: nnx.Module) -> Iterator[Other]:
+    """Yields the float arrays of a model that are not parameters, except the state of Flax's own classes.
+
+    Those of a parameter that holds a tree are among them: they are trained, but not sharded.
+    """
+    for path, node in walk(module):
+        if isinstance(node, nnx.Variable):
+            is_parameter = isinstance(node, nnx.Param) and holds_array(node)
+            if not is_parameter and not isinstance(node, ORDINARY_STATE):
+                yield from others_in(path, node.get_raw_value(), type(node).__name__)
+        elif isinstance(node, _ARRAYS):
+            yield from others_in(path, node, ARRAY)
+
+
+def others_in(path: Path, value: Any, kind: str) -> Iterator[Other]:
+    """Yields the float arrays in the value of a variable that is not a parameter."""
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            yield Other(path, kind, f"{leaf.dtype}{list(leaf.shape)}", math.prod(leaf.shape) * leaf.dtype.itemsize)
+
+
+def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> None:
+    """Raises for large parameters with no divisible dim, and warns of small ones; once per model and process.
+
+    Also warns of other arrays that are large compared with the parameters, except those in `allow_replicated`: they
+    may be constants. Called when the root is known: by `shard_init`, and by the first call into a model.
+    """
+    allowed = tuple(root.placement.allow_replicated)
+    parameters = tuple((leaf.path, leaf.placement) for leaf in root.members)
+    _check_parameters(name, parameters, allowed, root.policy.mixed_precision, _sharding_axes(root.mesh))
+
+    not_allowed = tuple(other for other in others if not is_named(dotted(other.path), allowed))
+    parameter_bytes = _total_bytes(placement for _, placement in parameters)
+    other_bytes = sum(other.bytes for other in not_allowed)
+    if other_bytes > _large_from_bytes(parameter_bytes):
+        _warn_of_others(name, not_allowed, other_bytes, parameter_bytes)
+
+
+def _sharding_axes(mesh: AnyMesh) -> str:
+    """Returns the axes that parameters are sharded over, with their degrees, as text."""
+    degrees = {axis: degree(mesh, axis) for axis in (FSDP, *INNER_AXES)}
+    return " x ".join(f"{axis}={n}" for axis, n in degrees.items() if axis == FSDP or n > 1)
+
+
+def _total_bytes(placements: Iterable[Placement]) -> int:
+    return sum(placement.logical_bytes for placement in placements)
+
+
+def _large_from_bytes(parameter_bytes: int) -> float:
+    """Returns from how many bytes on an array is too large to be replicated unless the user allows it."""
+    return max(PADDED_FROM_BYTES, _LARGE_SHARE * parameter_bytes)
+
+
+@functools.cache  # a warning is given once for a model, not at every call of it
+def _warn_of_others(name: str, others: tuple[Other, ...], other_bytes: int, parameter_bytes: int) -> None:
+    largest_first = sorted(others, key=lambda other: -other.bytes)
+    _compat.warn_user(
+        f"{len(others)} float array(s) of {name} are not parameters, and each device holds them whole: {other_bytes}"
+        f" bytes, with {parameter_bytes} bytes of parameters:{_listed(list(map(str, largest_first)))}\n  If they are"
+        " trained, make them parameters: nnx.Param(...). If not, accept it:"
+        f" {_line_to_accept([dotted(other.path) for other in others])}",
+    )
+
+
+# Cached for the warning, as above. An exception is not cached: a model with an error raises it at every call.
+@functools.cache
+def _check_parameters(
+    name: str,
+    parameters: tuple[tuple[str, Placement], ...],
+    allowed: tuple[str, ...],
+    precision: MixedPrecision,
+    axes: str,
+) -> None:
+    _check_keep_patterns_used(name, [path for path, _ in parameters], precision)
+    total_bytes = _total_bytes(placement for _, placement in parameters)
+    indivisible: dict[str, Placement] = {}
+    for path, placement in parameters:
+        if placement.because.startswith(INDIVISIBLE) and not is_named(path, allowed):
+            indivisible[path] = placement
+    large_from = _large_from_bytes(total_bytes)
+    large = {path: placement for path, placement in indivisible.items() if placement.logical_bytes >= large_from}
+    if large:
+        raise AnnotationError(
+            f"{len(large)} large parameter(s) of {name} would be replicated.",
+            where=_descriptions(large),
+            why=f"no dim divides by {axes}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
+            f" model's {total_bytes} bytes.",
+            do=f"accept it: {_line_to_accept(list(large))},\nor pad it: placement=js.PlacementPolicy(shard_dim=0).",
+        )
+    if indivisible:
+        indivisible_bytes = _total_bytes(indivisible.values())
+        listed = _listed(_descriptions(indivisible))
+        _compat.warn_user(
+            f"{len(indivisible)} parameter(s) of {name} are replicated, because no dim divides by {axes}. Each device"
+            f" holds all {indivisible_bytes} bytes of them, {indivisible_bytes / total_bytes:.1%} of the model:{listed}"
+            f"\n  To accept it: {_line_to_accept(list(indivisible))}."
+            " To pad them: placement=js.PlacementPolicy(shard_dim=0).",
+        )
+
+
+def _check_keep_patterns_used(name: str, paths: list[str], precision: MixedPrecision) -> None:
+    unused = []
+    for pattern in precision.keep:
+        only_this_pattern = dataclasses.replace(precision, keep=(pattern,))
+        if not any(map(only_this_pattern.keeps, paths)):
+            unused.append(pattern)
+    if unused:
+        ellipsis = " ..." if len(paths) > _LISTED_PATHS else ""
+        raise AnnotationError(
+            "A pattern in keep matches no parameter.",
+            where=f"{name}: MixedPrecision(keep={precision.keep!r})",
+            why=f"{', '.join(map(repr, unused))}; paths are {', '.join(paths[:_LISTED_PATHS])}{ellipsis}.",
+            do='js.MixedPrecision(param_dtype="bfloat16", keep=("norm/*",))',
+        )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """Returns the first texts, each on a line of its own, and how many more there are."""
+    lines = list(texts[:_LISTED])
+    if len(texts) > _LISTED:
+        lines.append(f"... and {len(texts) - _LISTED} more")
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _descriptions(parameters: Mapping[str, Placement]) -> list[str]:
+    return [
+        f"{path}  {placement.dtype}{list(placement.shape)}  {placement.logical_bytes} bytes"
+        for path, placement in parameters.items()
+    ]
+
+
+def _line_to_accept(paths: list[str]) -> str:
+    """Returns the line that accepts replicated arrays: by their paths, or with `*` for the indices of many layers."""
+    patterns = paths
+    if len(paths) > _LISTED:
+        patterns = list(dict.fromkeys(numberless(path) for path in paths))
+    return f"js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(allow_replicated={patterns!r}))"
