@@ -9,7 +9,7 @@ From the outside in:
                  (`unit_call`)
     on_shards    a region's program in one `jax.shard_map` over the data axes; how arrays cross its border (`crossing`)
     partitioner  runs a program equation by equation on one data shard, by the records in `rules`
-    schedule     its treatment of units: gathers them in time, reduces gradients (with the collectives in `stored`)
+    schedule     its treatment of units: gathers them in time, reduces gradients (with `gathers` and `gradient_sums`)
 
 In addition: `accumulate` for microbatches, `per_example` for functions declared to act on each example, `context` for
 the context of a call (global view, shapes only), and `mixing` for the communication of mixing examples.

@@ -1,7 +1,7 @@
 """The equation of a function that acts on each example.
 
 `per_example_p` keeps a Python function, not its program. A kernel's grid depends on the number of examples, so the
-function is traced again for the examples of one shard; `engine/rules/opaque.py` does that when it partitions.
+function is traced again for the examples of one shard; `engine/rules/opaque_calls.py` does that when it partitions.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Sums of gradients over the data shards: reduce-scatters to stored shards, and all-reduces over the other axes.
 
 A gradient is summed in up to two steps: over `fsdp`, which leaves each device its shard of the sum; then over what is
-left, such as `replica`. The second step may be deferred: see `PendingSum`.
+left, such as `replica`. The second step may be left pending: see `PendingSum`.
 """
 
 import dataclasses
@@ -67,7 +67,11 @@ class PartialSum:
 
 @dataclasses.dataclass(frozen=True)
 class PendingSum:
-    """The second step of a gradient whose first has begun: the axes that are left, and the dtype of the result."""
+    """The second step of a gradient that has only taken its first: the axes that are left, and the dtype of the result.
+
+    Between the steps the array is the sum over `fsdp` alone, in the reduce dtype. So nothing may read it before the
+    second step: see `ProgramSchedule.pending_replica_sums`.
+    """
 
     axes: tuple[str, ...]
     dtype: DTypeLike

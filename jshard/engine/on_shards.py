@@ -200,6 +200,9 @@ class _Execution:
     ) -> list[Value]:
         """Returns the results that have a target, in their states.
 
+        Units have reduced their gradients. What is still partial, such as those of the root's own parameters, is
+        reduced here, after all of them and behind no barrier.
+
         Args:
             p: the partitioner.
             results: of the program; those with a target are first.

@@ -148,6 +148,22 @@ def test_gradients_are_reduced_in_order():
             assert all(backward.waits_for(g, after_next) for g in backward.find("reduce_scatter", block(i), True))
 
 
+def test_the_sum_over_replicas_begins_behind_the_next_unit_and_no_unit_waits_for_it():
+    """The reduce-scatter has the next unit beside it, the sum over the replicas the one after."""
+    _, backward = traced(prefetch=1, remat="none")
+    products = lambda k: backward.find("dot_general", block(k), backward=True)
+    for i in range(2, LAYERS):
+        later = [product for k in range(i - 1) for product in products(k)]
+        for reduce in backward.find("reduce_scatter", block(i), backward=True):
+            (shard,) = reduce.outputs
+            (barrier,) = (n for n in backward.of_kind("optimization_barrier") if shard in n.inputs)
+            ordered = barrier.outputs[barrier.inputs.index(shard)]
+            (total,) = (n for n in backward.of_kind("psum") if ordered in n.inputs)
+            assert backward.waits_for(total, products(i - 1))
+            assert not backward.waits_for(total, later)
+            assert not any(backward.waits_for(product, [total]) for product in later)
+
+
 def test_without_prefetch_the_order_is_the_compilers():
     forward, backward = traced(prefetch="compiler")
     for i in range(LAYERS):
