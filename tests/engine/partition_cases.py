@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 from jax.extend.core import primitives
 
+# Primitives that only some of the tested versions of jax have: the cases of the others are left out.
 SINCE_0_12 = frozenset({"log2", "mulhi", "one_minus_square", "polynomial", "xla_metadata_call"})
 UNTIL_0_11 = frozenset({"closed_call", "geqp3_"})
 
@@ -29,7 +30,8 @@ class Case:
         function: of arrays; an equation of the primitive is in its program.
         args: whole arrays.
         sharded: whether some split of an argument gathers nothing.
-        tolerance: relative to the largest number of a result.
+        tolerance: relative to the largest number of a result. XLA may keep more bits than bfloat16 has between two
+            operations: a difference that is gone with XLA_FLAGS=--xla_allow_excess_precision=false is not the rule's.
         long: it compiles long, and is tried in few states but for `-m wide`.
         rare: another primitive has the same entry in the table; it is tried with `-m wide` alone.
     """
@@ -425,7 +427,31 @@ def _contraction() -> dict[str, list[Case]]:
             Case(lax.ragged_dot, (rows, floats(4, 8, 16), sizes)),
             Case(ragged_gradient, (rows, floats(4, 8, 16), sizes, floats(32, 16))),
         ],
+        "scaled_dot": _scaled_dot(),
     }
+
+
+def _scaled_dot() -> list[Case]:
+    def product(numbers: Any = None) -> Callable[..., jax.Array]:
+        def run(a: Any, b: Any, *scales: Any) -> jax.Array:
+            a, b = (x.astype(jnp.float8_e4m3fn) for x in (a, b))
+            scales = tuple(x.astype(jnp.float8_e8m0fnu) for x in scales)
+            named = dict(zip(("lhs_scale", "rhs_scale"), scales, strict=False))
+            return lax.scaled_dot(a, b, dimension_numbers=numbers, preferred_element_type=jnp.float32, **named)
+
+        return run
+
+    # Powers of two: others are rounded in bfloat16, or not, as XLA fuses.
+    scales = lambda *shape: 2.0 ** -ints(*shape, below=4, dtype=np.float32)
+    rows_contracted = (((0,), (0,)), ((), ()))  # as in the gradient of a kernel
+    return [
+        Case(product(), (floats(8, 32), floats(32, 16), scales(8, 16), scales(16, 16))),
+        Case(product(), (floats(8, 32), floats(32, 16), scales(8, 4), scales(8, 16))),  # blocks larger than a shard
+        Case(product(), (floats(8, 4, 32), floats(8, 32, 16), scales(8, 4, 8), scales(8, 8, 16))),
+        Case(product(), (floats(8, 16), floats(16, 8))),  # one scale of 1 for each row and column
+        Case(product(), (floats(3, 8), floats(8, 5)), sharded=False),  # shards of one element have no block
+        Case(product(rows_contracted), (floats(32, 8), floats(32, 16), scales(8, 8), scales(16, 16))),
+    ]
 
 
 def _indexing() -> dict[str, list[Case]]:

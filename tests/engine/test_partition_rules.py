@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -173,11 +174,13 @@ FAMILY = [wide(name) if name == "special" else name for name in FAMILIES]
 def in_groups(family: str, check: Callable[[list[Case]], list[str]], every: bool = True) -> list[str]:
     """What a check says of a family's cases, under their names: ten of them in a program, as XLA is slow with many."""
     here = {name: x for name, x in FAMILIES[family].items() if is_here(name) and name not in NOT_COMPILED}
-    named = [(name, case) for name, x in here.items() for case in x if every or not case.rare]
+    named = [(f"{name} {n}", case) for name, x in here.items() for n, case in enumerate(x) if every or not case.rare]
     found = []
     for first in range(0, len(named), 10):
         names, cases = zip(*named[first : first + 10], strict=True)
-        found += [f"{names[int(text.split(':')[0].split()[0])]} {text}" for text in check(list(cases))]
+        for text in check(list(cases)):
+            in_group = re.match(r"\d+", text).group()
+            found.append(names[int(in_group)] + text.removeprefix(in_group))
     return found
 
 

@@ -9,13 +9,13 @@ from jax.extend.core import JaxprEqn
 
 from jshard.engine.rules.building_blocks import can_be_partial, same, shared_dim
 from jshard.engine.rules.registry import IN_EITHER, OperandStates, Partitioner, inverse_rule, rule
-from jshard.engine.rules.values import PARTIAL, Value, type_of
+from jshard.engine.rules.values import PARTIAL, State, Value, type_of
 
 
 def flops(eqn: JaxprEqn) -> float:
     """Returns the floating-point operations of a product in global view; 0 for any other equation."""
     match eqn.primitive.name:
-        case "dot_general":
+        case "dot_general" | "scaled_dot":
             num_terms = _num_terms_of_dot(eqn)
         case "conv_general_dilated":
             num_terms = _num_terms_of_convolution(eqn)
@@ -98,6 +98,56 @@ def _dot_general_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Valu
         return [left_free[dim], None]
     right_free = _free_dims(right.ndim, right_contracted, right_batch)
     return [None, right_free[dim - len(left_free)]]
+
+
+@rule("scaled_dot")
+def scaled_dot(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
+    """Multiplies shards like `dot_general`. Scales are split like the operands that they are of."""
+    left, right, left_scale, right_scale = operands
+    (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+
+    def run(left_dim: int | None, right_dim: int | None, state: State) -> list[Value] | None:
+        if not (
+            _has_whole_blocks(p, left, left_scale, left_dim) and _has_whole_blocks(p, right, right_scale, right_dim)
+        ):
+            return None
+        local = [_split_or_whole(p, left, left_dim), _split_or_whole(p, right, right_dim)]
+        local += [_split_or_whole(p, left_scale, left_dim), _split_or_whole(p, right_scale, right_dim)]
+        return same(p, eqn, local, state)
+
+    batch = shared_dim(left, right, left_batch, right_batch)
+    if batch is not None:
+        return run(left_batch[batch], right_batch[batch], batch)
+    contracted = shared_dim(left, right, left_contracted, right_contracted)
+    if contracted is not None:
+        return run(left_contracted[contracted], right_contracted[contracted], PARTIAL)
+
+    num_batch = len(left_batch)
+    left_free = _free_dims(left.ndim, left_contracted, left_batch)
+    right_free = _free_dims(right.ndim, right_contracted, right_batch)
+    if left.is_split and (not right.is_split or left.bytes >= right.bytes):
+        return run(left.dim, None, num_batch + left_free.index(left.dim))
+    if right.is_split:
+        return run(None, right.dim, num_batch + len(left_free) + right_free.index(right.dim))
+    return None  # only scales are split
+
+
+def _has_whole_blocks(p: Partitioner, value: Value, scale: Value, dim: int | None) -> bool:
+    """Returns whether shards of an operand of `scaled_dot` have whole blocks: the elements that share one of its scale.
+
+    JAX takes blocks of two elements or more along a contracted dim.
+    """
+    if dim is None or p.divides(p.full_shape(scale)[dim]):
+        return True
+    is_one_block = p.full_shape(scale)[dim] == 1
+    return is_one_block and p.full_shape(value)[dim] // p.degree > 1
+
+
+def _split_or_whole(p: Partitioner, value: Value, dim: int | None) -> Value:
+    """Returns a value split along a dim; whole without one, or if there is one block along it."""
+    if dim is None or p.full_shape(value)[dim] == 1:
+        return p.whole(value)
+    return p.split(value, dim)
 
 
 @rule("conv_general_dilated", linear=IN_EITHER)

@@ -136,6 +136,7 @@ class PrimitiveRecord:
         index_dim: which dim's index a result is. None: no result counts as an index.
         is_elementwise: whether each element of the result is computed from the elements at its position.
         resizes_batch: whether a split dim of its result is a batch dim of another size, merged with a dim or divided.
+            Constants with a dim of that size are kept as shards from there on: see `Partitioner.batch_sizes`.
     """
 
     rule: Rule | None = None
@@ -148,7 +149,7 @@ class PrimitiveRecord:
 
 
 PRIMITIVES: dict[str, PrimitiveRecord] = {}
-"""The record of each primitive, by name."""
+"""The record of each primitive, by name. `jshard.engine.partitioner` imports all rules: it is incomplete before."""
 
 _UNKNOWN = PrimitiveRecord()
 
