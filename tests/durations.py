@@ -61,7 +61,8 @@ def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         runs_by_default = not any(item.get_closest_marker(mark) for mark in _NOT_BY_DEFAULT)
-        if runs_by_default and not item.path.is_relative_to(_ALL_SETS_RUN):
+        is_exempt = item.get_closest_marker("every_set") is not None or item.path.is_relative_to(_ALL_SETS_RUN)
+        if runs_by_default and not is_exempt:
             function = item.nodeid.partition("[")[0]
             groups.setdefault(function, []).append(item)
     return groups

@@ -36,7 +36,11 @@ LIBRARIES = ("jax", "jaxlib", "flax", "orbax", "optax")
 OTHERS = frozenset("_exit _current_frames _Pickler _Unpickler _Stop _register_atexit _replace _fields _asdict".split())
 # Grain has no public name for the settings of a pipeline's steps: these are read, each only if it exists.
 OF_GRAIN = frozenset("_path _transform _config _pq_path _ds _proportions _seed".split())
-READ_GRAIN = (ROOT / "jshard" / "checkpoint" / "sample_order.py", ROOT / "jshard" / "data" / "batches.py")
+READ_GRAIN = (
+    ROOT / "jshard" / "checkpoint" / "data_position" / "sample_order.py",
+    ROOT / "jshard" / "checkpoint" / "data_position" / "step_settings.py",
+    ROOT / "jshard" / "data" / "batches.py",
+)
 
 
 # No file but the list has such a name.

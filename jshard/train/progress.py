@@ -66,7 +66,7 @@ class Meter:
         self._used_bytes = used_bytes
         self._clock = clock
         self._begin_s = clock()
-        self._spans: collections.deque[_Span] = collections.deque(maxlen=window)
+        self._spans: collections.deque[_TimedSteps] = collections.deque(maxlen=window)
         # Of the last completed step, or of the end of a pause after it.
         self._last_step: int | None = None
         self._last_s = 0.0
@@ -75,7 +75,7 @@ class Meter:
         """Records that all steps up to this one are done; returns the known figures: times from the second one on."""
         now_s = self._clock()
         if self._last_step is not None and step > self._last_step:
-            self._spans.append(_Span(now_s - self._last_s, step - self._last_step))
+            self._spans.append(_TimedSteps(now_s - self._last_s, step - self._last_step))
         self._last_step = step
         self._last_s = now_s
         scalars = {"elapsed_s": now_s - self._begin_s}
@@ -122,7 +122,7 @@ class Meter:
         return scalars
 
 
-class _Span(NamedTuple):
+class _TimedSteps(NamedTuple):
     """The time from one completion to the next, and the steps in it."""
 
     time_s: float

@@ -271,7 +271,7 @@ def _explained_errors(path: Path) -> Iterator[None]:
 # loss.png: the losses of a metrics.jsonl over the steps.
 
 
-class _Curve(NamedTuple):
+class _LossCurve(NamedTuple):
     """A curve of the plot: the scalar, its name in the legend, and how it is drawn."""
 
     scalar: str
@@ -279,7 +279,7 @@ class _Curve(NamedTuple):
     style: str
 
 
-_CURVES = (_Curve("loss", "training", "-"), _Curve("val_loss", "validation", "o-"))
+_CURVES = (_LossCurve("loss", "training", "-"), _LossCurve("val_loss", "validation", "o-"))
 
 
 def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:

@@ -47,7 +47,7 @@ def compiled(
     """A training step on 64 GPUs, 8 in each host; one sequence of 1024 tokens on each."""
     config = dataclasses.replace(LARGE, scanned=loop)
     mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h100:8x8")))
-    wires = {"gather": "float8_e4m3fn", "wire": "bfloat16"} if half else {}
+    wires = {"gather_dtype": "float8_e4m3fn", "wire_dtype": "bfloat16"} if half else {}
     policy = js.MixedPrecision(
         param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32" if loop else None, **wires
     )

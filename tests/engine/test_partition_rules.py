@@ -184,6 +184,7 @@ def in_groups(family: str, check: Callable[[list[Case]], list[str]], every: bool
     return found
 
 
+@pytest.mark.every_set  # each family has rules of its own: a wrong one must fail here
 @pytest.mark.parametrize(("mesh", "every"), [("8", False), wide("2x4", True)])
 @pytest.mark.parametrize("family", FAMILY)
 def test_every_rule_equals_one_device(family: str, mesh: str, every: bool) -> None:

@@ -189,7 +189,7 @@ def test_four_bytes_of_a_parameter_are_sent_instead_of_eight(monkeypatch, hosts)
     ("settings", "what"),
     [
         ({"gather_dtype": "bfloat16"}, "Parameters cannot be gathered with scales in this dtype"),
-        ({"gather": "int8"}, "Parameters cannot be gathered with scales in this dtype"),
+        ({"gather_dtype": "int8"}, "Parameters cannot be gathered with scales in this dtype"),
         ({"wire_dtype": "float8_e4m3fn"}, "too narrow for a plain cast"),
         ({"param_dtype": "bfloat16", "wire_dtype": "bfloat16"}, "not narrower than their reduce dtype"),
         ({"reduce_dtype": "float32", "wire_dtype": "float32"}, "not narrower than their reduce dtype"),
