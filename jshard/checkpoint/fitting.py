@@ -16,7 +16,7 @@ from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.converting import Target
 from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.matching import Match, renamed
+from jshard.checkpoint.matching import Match, is_in, renamed
 from jshard.checkpoint.surplus import EMBEDDING, HEAD
 
 _SUMMED_UP = 3  # this many leaves below one path are shown as that path
@@ -222,7 +222,14 @@ def _advice(
             "use the stored dtypes in `like`, and convert the result: x.astype(jnp.int32).",
         )
     do = f"build `like` with the settings of the saved run. Its contents: jshard ckpt inspect {path}"
+    idle = [prefix for prefix in rename if not any(is_in(prefix, key) for key in targets)]
+    if idle:
+        why += f"\n`rename` maps paths of `like`, and no leaf of `like` has it: {', '.join(idle)}."
     if not match.problems:  # of which no policy helps
+        if len(match.missing) == len(match.extra) == 1:
+            (lost,), (surplus,) = match.missing, match.extra
+            if _shape(targets[lost]) == _shape(stored[surplus]):
+                do += f"\nrename={json.dumps({lost: surplus})} reads the one as the other."
         if match.missing:
             do += '\nmissing="init" keeps the values of `like` for leaves that are not stored.'
         if match.extra:

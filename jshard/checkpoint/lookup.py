@@ -172,7 +172,9 @@ def _nearby(path: Place) -> _Nearby:
     if not path.is_dir():
         if _PART.fullmatch(path.name):
             return _Nearby("it is one file of a checkpoint; the checkpoint is its folder.", path.parent)
-        return _Nearby("it is a file; single files that can be read are those of safetensors and of torch.save.")
+        return _Nearby(
+            "it is a file; single files that can be read are those of safetensors, torch.save and registered formats."
+        )
     if not isinstance(path, Path):
         return _Nearby("save() did not complete this folder.")
     return _in_folder(path)
@@ -201,7 +203,7 @@ def _in_folder(folder: Path) -> _Nearby:
     if not names or _manifest.FOLDER in names:
         return _Nearby("save() did not complete this folder.")
     ellipsis = ", ..." if len(names) > 3 else ""
-    return _Nearby(f"it holds no checkpoint of a known format: {', '.join(names[:3])}{ellipsis}.")
+    return _Nearby(f"it holds no checkpoint of a known or registered format: {', '.join(names[:3])}{ellipsis}.")
 
 
 def _among_runs(runs: Sequence[Path]) -> _Nearby:

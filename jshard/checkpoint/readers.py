@@ -130,7 +130,7 @@ class OrbaxCheckpoint(Opened):
         except FileNotFoundError as error:
             if storage.is_committed(self.path) and not storage.is_committed(self.path.parent):
                 raise unreadable(self.path, "a file that describes it is missing.") from error
-            raise no_checkpoint(self.path) from error
+            raise _not_own(self.path) from error
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         is_by_jshard = "jshard" in mark
@@ -263,6 +263,18 @@ def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = T
         return own_checkpoint(path, verify=verify)
     check_settings(path, names)
     return ForeignCheckpoint(path, source, names)
+
+
+def _not_own(path: Path) -> CheckpointError:
+    """Makes the error for a path where neither jshard nor Orbax wrote a checkpoint; another library may have."""
+    if foreign_source(path) is None:
+        return no_checkpoint(path)
+    return CheckpointError(
+        "The checkpoint is not one of jshard.",
+        where=str(path),
+        why="it can be restored, inspected and imported. This needs what jshard writes with a checkpoint.",
+        do=f"jshard ckpt import {path} OUT",
+    )
 
 
 def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:

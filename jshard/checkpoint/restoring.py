@@ -49,7 +49,8 @@ def restore(
         only: "params" reads only the parameters (the `nnx.Param`s of modules, and everything below a name `params`);
             a path prefix reads only what is below it. Everything else is as in `like`. A stored parameter of the same
             model, or leaf below that prefix, that `like` has no place for is an error, as it is without `only`.
-        rename: from path prefixes in `like` to the corresponding stored prefixes.
+        rename: from path prefixes in `like`, with the names at its top, to the corresponding stored prefixes. From
+            another library's checkpoint, the one name in `like` is left out by itself.
         missing: what to do if nothing is stored for a leaf: "error", or "init" to keep its value in `like`.
         extra: what to do with stored leaves that `like` has no place for: "error", or "ignore" to skip them, with a
             warning that counts them.
@@ -109,17 +110,16 @@ def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = N
 def _operation(path: Place, like: Any, *, names: Names | None, verify: bool = True, **options: Any) -> RestoreOperation:
     """Opens a checkpoint, and plans the restore."""
     opened = open_checkpoint(path, names=names, verify=verify)
-    if options.get("rename") is None:
-        options["rename"] = _without_the_one_name(opened, like)
+    options["rename"] = _without_the_one_name(opened, like) | dict(options.get("rename") or {})
     return RestoreOperation(opened, like, **options)
 
 
-def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str] | None:
+def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str]:
     """Returns a `rename` that removes the one name in `like`: other libraries have no name for the whole model."""
     if not isinstance(opened, ForeignCheckpoint) or not isinstance(like, Mapping) or len(like) != 1:
-        return None
+        return {}
     name = _leaves.escape(str(next(iter(like))))
     has_name = any(f"{path}/".startswith(f"{name}/") for path in opened.leaves)
     if has_name:
-        return None
+        return {}
     return {name: ""}

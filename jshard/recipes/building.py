@@ -245,7 +245,7 @@ def create_from(
     source, names = _source(model_file, recipe, path)
     model = new_model(model_file, recipe, mesh)
     missing = "error" if model_file.wrt is nnx.Param else "init"
-    with _in_words_of_the_command(path):
+    with _in_words_of_the_command(path, source):
         restored = checkpoint.restore(
             source, like={"model": model}, only="params", names=names, missing=missing, extra=extra
         )
@@ -260,7 +260,7 @@ def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path, 
     if model_file.wrt is not nnx.Param:  # adapters may be missing, frozen parameters may not
         like = nnx.state(like, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
         extra = "ignore"  # `create_from` knows what the adapters take
-    with _in_words_of_the_command(path):
+    with _in_words_of_the_command(path, source):
         checkpoint.forecast(source, like={"model": like}, only="params", names=names, extra=extra)
 
 
@@ -268,7 +268,7 @@ _SIZES = "choose the recipe that has its sizes: --recipe NAME, or --set model.n_
 
 
 @contextlib.contextmanager
-def _in_words_of_the_command(path: Path) -> Iterator[None]:
+def _in_words_of_the_command(path: Path, source: Place) -> Iterator[None]:
     """Raises an error about what a checkpoint holds with the options of `jshard train` in place of Python's."""
     try:
         yield
@@ -283,6 +283,9 @@ def _in_words_of_the_command(path: Path) -> Iterator[None]:
         if "`like`" not in error.do:  # it is about the path
             raise
         do = f"{_SIZES}\nIts contents: jshard ckpt inspect {path}"
+        lacks_names = any("stored nothing" in place for place in error.where)
+        if lacks_names and isinstance(source, Path) and foreign_source(source) is not None:
+            do += "\nIf only names differ: hf_names(config) in the model file maps its parameters to those stored."
         raise CheckpointError(error.what, where=error.where, why=error.why, do=do) from error
 
 

@@ -85,7 +85,7 @@ def part_of_dcp(path):
 WRONG = {
     "w.safetensors": (lambda path: None, "no such file."),
     "run": (lambda path: None, "no such folder."),
-    "photos": (photos, "it holds no checkpoint of a known format: a.jpg."),
+    "photos": (photos, "it holds no checkpoint of a known or registered format: a.jpg."),
     "meta": (two_files, "it holds 2 files that may be read, and nothing says which of them is the model."),
     "notes.txt": (lambda path: path.write_text("x"), "it is a file; single files that can be read are those of"),
     "dcp/__0_0.distcp": (part_of_dcp, "it is one file of a checkpoint; the checkpoint is its folder."),

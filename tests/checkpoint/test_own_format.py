@@ -1,5 +1,6 @@
 """A checkpoint format from outside the package: the guide's example, and what is said of a format with a fault."""
 
+import dataclasses
 import doctest
 import json
 import pathlib
@@ -21,6 +22,7 @@ from jshard.checkpoint import CheckpointError, register_format
 from jshard.checkpoint.errors import DamagedError
 from jshard.checkpoint.formats import SafetensorsSource, foreign_source, stored_array, write_safetensors
 from jshard.checkpoint.formats.registry import REGISTERED
+from jshard.recipes.building import check_source
 from tests.checkpoint.checkpoint_states import Held
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "adding_a_format.md"
@@ -67,7 +69,7 @@ def restored(path, shape=W.shape):
 
 def test_the_guides_test_fails_before_its_format_is_registered_and_passes_after(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write, test, register_it, run = BLOCKS
+    write, test, register_it, run, rename = BLOCKS
     test = test.replace('jax.config.update("jax_num_cpu_devices", 8)', "")  # the tests have them
     names: dict = {"__name__": "adding_a_format"}
     exec(write + test, names)
@@ -75,6 +77,7 @@ def test_the_guides_test_fails_before_its_format_is_registered_and_passes_after(
         exec(run, names)
     exec(register_it, names)
     exec(run, names)
+    exec(rename, names)
 
 
 def test_the_example_of_its_docstring_runs(tmp_path, monkeypatch):
@@ -86,7 +89,7 @@ def test_the_example_of_its_docstring_runs(tmp_path, monkeypatch):
 
 def test_commands_read_it_in_a_process_that_has_registered_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write, _, register_it, _ = BLOCKS
+    write, _, register_it, *_ = BLOCKS
     imports = write.partition("KERNEL")[0]
     exec(write, {})
     (tmp_path / "npy_folder.py").write_text(imports + register_it)
@@ -103,6 +106,14 @@ def test_commands_read_it_in_a_process_that_has_registered_it(tmp_path, monkeypa
     like = {"layers": {"0": {"kernel": np.zeros((64, 16), np.float32), "bias": np.zeros(16, np.float32)}}}
     kernel = js.checkpoint.restore("out", like)["layers"]["0"]["kernel"]
     assert kernel.tolist() == np.arange(1024.0).reshape(64, 16).tolist()
+
+
+@pytest.mark.parametrize("command", [["verify", "w.npy"], ["diff", "w.npy", "w.npy"], ["export", "w.npy", "out"]])
+def test_commands_for_jshards_own_checkpoints_say_to_import_it_first(path, monkeypatch, capsys, command):
+    monkeypatch.chdir(path.parent)
+    register()
+    assert cli.main(["ckpt", *command]) == 2
+    assert f"jshard ckpt import {path} OUT" in capsys.readouterr().err
 
 
 def test_an_array_on_eight_devices_and_a_number_on_the_host(path, tmp_path):
@@ -150,6 +161,67 @@ def test_a_registered_format_comes_before_those_of_the_library_and_never_before_
     register(detect=lambda path: True, source=lambda path: Held({"w": -W}))
     np.testing.assert_array_equal(np.asarray(restored(tmp_path / "there")), -W)
     np.testing.assert_array_equal(np.asarray(restored(tmp_path / "ours")), W)
+
+
+def test_a_dtype_may_be_a_name_as_an_index_of_text_has_it():
+    assert stored_array([4, 2], "bfloat16") == stored_array((4, 2), np.dtype(jax.numpy.bfloat16))
+
+
+def test_numbers_of_the_other_byte_order_are_read(path):
+    class Swapped(OneFile):
+        def __init__(self, path):
+            self._array = np.load(path).astype(np.dtype(np.float32).newbyteorder())
+            self.leaves = {"w": stored_array(self._array.shape, self._array.dtype)}
+
+    register(source=Swapped)
+    np.testing.assert_array_equal(np.asarray(restored(path)), W)
+
+
+@pytest.mark.parametrize("array", [np.array(["a", "b"]), np.array([b"a"]), np.array([None]), np.zeros(2, "f4, f4")])
+def test_what_is_no_array_of_numbers_is_refused_by_name(path, array):
+    np.save(path, array)
+
+    class WithObjects(OneFile):
+        def __init__(self, path):
+            self.leaves = {"w": stored_array(W.shape, np.float32), "labels": stored_array(array.shape, array.dtype)}
+
+    register(source=WithObjects)
+    with pytest.raises(CheckpointError, match="does not describe its arrays") as caught:
+        restored(path)
+    assert caught.value.where[-1] == f"labels  {array.dtype.name}"
+    assert "leave" in caught.value.do
+
+
+def test_a_renamed_leaf_is_read_below_the_one_name_of_like(path):
+    register()
+    leaf = jax.ShapeDtypeStruct(W.shape, np.float32, sharding=NamedSharding(js.mesh(), P()))
+    like = {"model": {"kernel": leaf}}
+    kernel = js.checkpoint.restore(path, like, rename={"model/kernel": "w"})["model"]["kernel"]
+    np.testing.assert_array_equal(np.asarray(kernel), W)
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        js.checkpoint.restore(path, like, rename={"kernel": "w"})
+    assert "no leaf of `like` has it: kernel." in caught.value.why
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        js.checkpoint.restore(path, like)
+    assert 'rename={"model/kernel": "w"}' in caught.value.do
+
+
+def test_one_name_of_like_is_left_out_though_another_leaf_is_renamed(tmp_path):
+    register(detect=lambda path: path.name == "two", source=lambda path: Held({"a": W, "old": -W}))
+    (tmp_path / "two").mkdir()
+    leaf = jax.ShapeDtypeStruct(W.shape, np.float32, sharding=NamedSharding(js.mesh(), P()))
+    like = {"model": {"a": leaf, "b": leaf}}
+    model = js.checkpoint.restore(tmp_path / "two", like, rename={"model/b": "old"})["model"]
+    np.testing.assert_array_equal(np.asarray(model["a"]), W)
+    np.testing.assert_array_equal(np.asarray(model["b"]), -W)
+
+
+def test_a_run_from_other_names_says_where_its_model_file_lists_them(path):
+    register()
+    file = dataclasses.replace(js.train.load_model_file("gpt"), hf_names=None)
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        check_source(file, file.recipe()[1], js.mesh(), path)
+    assert "hf_names(config)" in caught.value.do
 
 
 class RaisesInRead(OneFile):
@@ -201,6 +273,8 @@ def test_a_fault_of_a_format_is_an_error_that_names_it(path, source):
         restored(path)
     error = caught.value
     assert error.where[0] == str(path) and re.search(why, error.why) and error.do
+    if "read" in what or "`read`" in why:
+        assert error.where[-1].startswith("w  ")  # of many arrays, which one
 
 
 def test_a_fault_of_detect_is_an_error_that_names_it(path):
@@ -216,11 +290,12 @@ def test_a_fault_of_detect_is_an_error_that_names_it(path):
 def test_a_file_that_cannot_be_read_is_a_damaged_checkpoint(path):
     class IsGone(OneFile):
         def read(self, name, box):
-            raise FileNotFoundError(2, "No such file or directory")
+            return np.load(path.with_name("gone.npy"))
 
     register(source=IsGone)
-    with pytest.raises(DamagedError, match="ENOENT"):
+    with pytest.raises(DamagedError, match="ENOENT") as caught:
         restored(path)
+    assert caught.value.where == (str(path), "w  (16, 2) float32", str(path.with_name("gone.npy")))
 
 
 def test_what_is_restored_does_not_change_with_the_file(path):

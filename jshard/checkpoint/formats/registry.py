@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jshard._paths import expanded
-from jshard.checkpoint.errors import CheckpointError, reason, unreadable
+from jshard.checkpoint.errors import CheckpointError, damaged, reason
 from jshard.checkpoint.formats.dcp import DcpSource, is_dcp_folder
 from jshard.checkpoint.formats.safetensors import SafetensorsSource, is_safetensors
 from jshard.checkpoint.formats.source import ArraySource, Box, FormatSource, ReadableValue, bounds
@@ -68,6 +68,7 @@ def register_format(
         open: opens such a path, such as a class that takes it. The result has `leaves`, a mapping from names to
             `jshard.checkpoint.formats.stored_array(shape, dtype)`, and `read(name, box)`, which returns a part of an
             array: see `jshard.checkpoint.formats.ArraySource`. Only what a process needs is read, by several threads.
+            An `OSError` is reported as damage, a `CheckpointError` as it is, and others as a fault of the format.
         replace: whether a registered format of this name is replaced, as by a cell of a notebook that runs again.
 
     Raises:
@@ -172,26 +173,28 @@ class CheckedSource:
             # A copy: what is checked here must not change, and `leaves` may be computed in each access.
             self.leaves: Mapping[str, StoredLeaf] = dict(self._source.leaves)
         unknown = [
-            f"{name}  {type(leaf).__name__}"
+            f"{name}  {leaf.dtype if isinstance(leaf, StoredLeaf) else type(leaf).__name__}"
             for name, leaf in self.leaves.items()
-            if not isinstance(leaf, StoredLeaf) or not leaf.is_array
+            if not isinstance(leaf, StoredLeaf) or not _has_numbers(leaf)
         ]
         if unknown:
             raise CheckpointError(
                 f"The checkpoint format {format_name!r} does not describe its arrays.",
                 where=[str(path), *unknown],
-                why="`leaves` must map each name to the shape and dtype of an array.",
+                why="`leaves` must map each name to the shape and dtype of an array of numbers.",
                 do="from jshard.checkpoint.formats import stored_array\n"
-                "self.leaves[name] = stored_array(array.shape, array.dtype)",
+                "self.leaves[name] = stored_array(array.shape, array.dtype)\n"
+                "or, if it is text or another object: leave it out.",
             )
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Reads a box of an array, as a new array; raises `CheckpointError` if it is another than described."""
         leaf = self.leaves[name]
+        described = f"{name}  {leaf.shape} {leaf.dtype}"
         # As numbers: jax passes `slice(None)` for a whole dim.
         box = tuple(slice(start, max(start, stop)) for start, stop in bounds(box, leaf.shape))
         shape = tuple(part.stop - part.start for part in box)
-        with _named_faults(self._format_name, "read", self._path):
+        with _named_faults(self._format_name, "read", self._path, described):
             array = self._source.read(name, box)
         is_array = isinstance(array, np.ndarray | np.generic)  # NumPy returns a scalar for `array[()]`
         if not is_array or array.shape != shape or array.dtype.name != leaf.dtype:
@@ -199,28 +202,43 @@ class CheckedSource:
             ranges = ", ".join(f"{part.start}:{part.stop}" for part in box)
             raise CheckpointError(
                 f"The checkpoint format {self._format_name!r} does not read what it describes.",
-                where=[str(self._path), f"{name}  {leaf.shape} {leaf.dtype}"],
+                where=[str(self._path), described],
                 why=f"read({name!r}, [{ranges}]) returned {actual}, not {shape} {leaf.dtype}.",
                 do="return array[box], in the dtype that `leaves` has for it.",
             )
-        if array.base is None and isinstance(array, np.ndarray):
+        if array.base is None and isinstance(array, np.ndarray) and array.dtype.isnative:
             return array
-        return np.array(array)  # a view of a mapped file would change with it: jax may use the memory as it is
+        # A view of a mapped file would change with it: jax may use the memory as it is. And jax refuses the other byte
+        # order, which the name of a dtype does not have.
+        return np.array(array, np.dtype(leaf.dtype))
+
+
+def _has_numbers(leaf: StoredLeaf) -> bool:
+    """Returns whether a leaf is an array of numbers: no texts, objects, records or dates."""
+    if not leaf.is_array:
+        return False
+    try:
+        dtype = np.dtype(leaf.dtype)
+    except TypeError:  # NumPy does not know the names of its own texts and records
+        return False
+    return dtype.kind not in "OSUmM"
 
 
 @contextlib.contextmanager
-def _named_faults(format_name: str, function: str, path: Path) -> Iterator[None]:
-    """Raises what a function of a registered format raises as an error that names both."""
+def _named_faults(format_name: str, function: str, path: Path, *leaf: str) -> Iterator[None]:
+    """Raises what a function of a registered format raises as an error that names both, and the leaf it reads."""
+    where = [str(path), *leaf]
     try:
         yield
     except FourPartError:  # the format's author has said what is wrong
         raise
     except OSError as error:
-        raise unreadable(path, reason(error)) from error
+        files = [] if error.filename in (None, str(path)) else [str(error.filename)]
+        raise damaged(path, [*leaf, *files], reason(error)) from error
     except Exception as error:
         raise CheckpointError(
             f"The checkpoint format {format_name!r} failed.",
-            where=str(path),
+            where=where,
             why=f"its `{function}` raised {type(error).__name__}: {error}",
             do="correct it, or copy the checkpoint again if it is damaged.",
         ) from error

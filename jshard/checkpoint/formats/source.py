@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from jshard._files import open_regular
 from jshard._text import counted
@@ -65,10 +66,15 @@ class FormatSource(ArraySource, Protocol):
         ...
 
 
-def stored_array(shape: Sequence[int], dtype: np.dtype) -> StoredLeaf:
-    """Describes an array of which any box can be read by itself."""
+def stored_array(shape: Sequence[int], dtype: npt.DTypeLike) -> StoredLeaf:
+    """Describes an array of which any box can be read by itself.
+
+    Args:
+        shape: of the whole array; () for a number.
+        dtype: of NumPy or JAX, or its name, such as "bfloat16".
+    """
     # A chunk of one element: a box costs its own bytes, whatever else is in the array.
-    return StoredLeaf(shape=tuple(shape), dtype=dtype.name, chunk=(1,) * len(shape))
+    return StoredLeaf(shape=tuple(shape), dtype=np.dtype(dtype).name, chunk=(1,) * len(shape))
 
 
 def whole(leaf: StoredLeaf) -> Box:

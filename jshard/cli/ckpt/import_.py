@@ -35,8 +35,8 @@ class ImportArgs(ModelArgs):
     """
 
     path: tyro.conf.Positional[Path]
-    """A safetensors file or a folder of them, or the folder of a checkpoint of PyTorch distributed, DeepSpeed
-    ZeRO-3, or Orbax."""
+    """A safetensors file or a folder of them, the folder of a checkpoint of PyTorch distributed, DeepSpeed
+    ZeRO-3, or Orbax, or what a registered format reads."""
     out: tyro.conf.Positional[Path]
     """A new folder."""
     extra: Literal["error", "ignore"] = "error"
@@ -72,12 +72,12 @@ def _foreign_source(path: Path) -> FormatSource | None:
         return None
     source = foreign_source(path)
     if source is None:
-        raise CheckpointError(
-            "There is no checkpoint to import.",
-            where=str(path),
-            why="no such file or folder." if not path.exists() else "it is of no format that is known here.",
-            do="give a .safetensors file, or a folder: of them, with .metadata, or one that DeepSpeed or Orbax wrote.",
-        )
+        why = "no such file or folder."
+        do = "give a .safetensors file, or a folder: of them, with .metadata, or one that DeepSpeed or Orbax wrote."
+        if path.exists():
+            why = "it is of no format that is known here."
+            do += "\nA format of your own must be registered in this process: docs/adding_a_format.md"
+        raise CheckpointError("There is no checkpoint to import.", where=str(path), why=why, do=do)
     for note in source.notes:
         remark(note)
     return source
