@@ -111,6 +111,8 @@ def _may_be_keys(x: Any) -> bool:
     """Returns whether an array holds typed keys, or has the form of one raw key, as from `jax.random.PRNGKey`."""
     if _is_typed_key(x):
         return True
+    # A raw key has no type of its own, only the form of the default implementation's data. That of a typed key, because
+    # JAX may be set to refuse `jax.random.PRNGKey`.
     raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return jnp.result_type(x) == raw.dtype and jnp.shape(x) == raw.shape
 
@@ -143,6 +145,8 @@ class Copies:
     """
 
     def __init__(self, stored: Sequence[Any], copies: Sequence[Any]) -> None:
+        # By identity: a call gets parameters, not their paths. While copies are available, the trace holds the stored
+        # arrays, so that no other array can have one of these ids.
         self.by_id = {id(x): copy for x, copy in zip(stored, copies, strict=True)}
         self.taken: set[int] = set()
         self.missed = False
@@ -179,6 +183,8 @@ class GatheredOnce:
         if not self.positions:
             return []
 
+        # A dim for the data shards: each has a copy of its own, and so, later, a sum of its own gradients. Replicated,
+        # they would be one array, whose gradient is reduced in each microbatch.
         def gather_all(*arrays: jax.Array) -> list[jax.Array]:
             copies = []
             for x, placement in zip(arrays, self.placements, strict=True):
@@ -294,19 +300,19 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     copies = params_once.gather(loss.params)
     frozen_copies = frozen_once.gather(loss.frozen)
 
+    # With respect to the copies, too: what calls take of them is the part of the gradient that is reduced at the end.
     def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any, Any]]:
         stored = params_once.picked(params) + frozen_once.picked(loss.frozen)
         available = Copies(stored, copies + frozen_copies)
         with during(gathered_copies, available if once else None):
             value, aux = loss.run(params, loss.frozen, state, part)
-        names = params_once.names(params) + frozen_once.names(loss.frozen)
-        unused = [name for name, x in zip(names, stored, strict=True) if id(x) not in available.taken]
-        if unused:
-            _check_unused(unused, len(names), available.missed, loss.name)
+        _check_taken(available, stored, params_once.names(params) + frozen_once.names(loss.frozen), loss.name)
         value, weight = value_and_weight(value)
         return value, (*aux, weight)
 
-    grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)  # traced once for all uses
+    # Jitted, because it is used twice, below for its types and in the loop: it is traced once. Inlined, so that the
+    # program does not have it as a function.
+    grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)
 
     def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
         total, sums, state, weight_before = carry
@@ -317,6 +323,7 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
         means = jax.tree.map(MeanShares.of(weight_before, weight).joint, sums, to_device(grads))
         return (total + value * nonzero(weight), means, state, weight_before + weight), aux
 
+    # The order of these lines is that of the zeros in the program.
     param_sums = _zero_sums(loss.params, param_placements)
     copy_sums = []
     for x, placement in zip(copies, params_once.placements, strict=True):
@@ -327,11 +334,7 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     begin = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
     (total, (grads, copy_sums), state, weight), aux = lax.scan(step, begin, parts)
     if once:
-        leaves, tree = jax.tree.flatten(grads)
-        reduced = to_device(params_once.reduce(loss.params, copy_sums))
-        for i, x in zip(params_once.positions, reduced, strict=True):
-            leaves[i] = leaves[i] + x
-        grads = jax.tree.unflatten(tree, leaves)
+        grads = _with_reduced_copies(grads, params_once, params_once.reduce(loss.params, copy_sums))
     if weight is None:
         mean = total / steps
         grads = jax.tree.map(lambda g: g / steps, grads)
@@ -340,6 +343,22 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     # A stored dtype may be too narrow for the sum, but holds the mean as well as it holds the parameter.
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, loss.params)
     return mean, aux, back(grads, loss.params), state
+
+
+def _check_taken(available: Copies, stored: Sequence[Any], names: Sequence[str], model: str) -> None:
+    """Warns of copies that no call has taken, or raises; `names` are the paths of the stored arrays."""
+    unused = [name for name, x in zip(names, stored, strict=True) if id(x) not in available.taken]
+    if unused:
+        _check_unused(unused, len(names), available.missed, model)
+
+
+def _with_reduced_copies(grads: Any, once: GatheredOnce, reduced: Sequence[jax.Array]) -> Any:
+    """Returns the gradients of parameters, with those of their copies added."""
+    # Both are parts of one gradient: a loss may use a parameter outside of the model as well, as a penalty does.
+    leaves, tree = jax.tree.flatten(grads)
+    for i, x in zip(once.positions, to_device(reduced), strict=True):
+        leaves[i] = leaves[i] + x
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _zero_sums(params: Any, placements: Sequence[Placement | None]) -> Any:

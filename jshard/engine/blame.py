@@ -29,6 +29,7 @@ _runs_as_written: contextvars.ContextVar[bool | None] = contextvars.ContextVar("
 @contextlib.contextmanager
 def inside_annotated_call(call: "Call") -> Iterator[None]:
     """A context in which a call is traced: an error gets the note of the innermost call that it passes through."""
+    # Asked of the outermost call alone: for those inside, all arrays are traced.
     is_eager = _runs_as_written.get()
     if is_eager is None:
         operands = (*call.params, *call.inputs)
@@ -46,7 +47,8 @@ def inside_annotated_call(call: "Call") -> Iterator[None]:
 
 def _note(error: Exception, call: "Call", *, is_eager: bool) -> str:
     line = _compat.failed_line(error)
-    head = f"{_HEAD}{call.location}{f', at {line}' if line else ''}."
+    place = f", at {line}" if line else ""
+    head = f"{_HEAD}{call.location}{place}."
     if not isinstance(error, _OF_TRACING):
         return head
     if is_eager:

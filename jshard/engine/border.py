@@ -131,7 +131,8 @@ class Arguments:
         tree = args, dict(kwargs)
         visible = jax.tree.leaves(tree, is_leaf=or_iterator(is_leaf))
         has_visible_batch = any(is_any_array(x) and x.ndim for x in visible)
-        # Without one the batch must be in the objects, where NumPy arrays would else stay constants.
+        # Without one the batch must be in the objects, where NumPy arrays would else stay constants, whole on each
+        # device.
         self._numpy_enters = region_mesh() is None and not has_visible_batch
         apart = self._apart(tree)
         self.leaves = apart.leaves

@@ -51,6 +51,7 @@ class Crossing:
 
     def leave(self, value: Value) -> jax.Array:
         """Returns the array as which a value leaves."""
+        # A value of each device's own has a dim of size 1 here, and of all devices outside: there it is an array.
         return value.x[None] if self.is_own else value.x
 
     def enter(self, x: jax.Array) -> Value:
@@ -59,7 +60,9 @@ class Crossing:
 
     def behind_a_mapped_dim(self) -> "Crossing":
         """Returns the crossing of the same value with one more dim, the first."""
-        state = self.state + 1 if isinstance(self.state, int) else self.state
+        state = self.state
+        if isinstance(state, int):
+            state += 1
         return dataclasses.replace(self, state=state, inner={axis: dim + 1 for axis, dim in self.inner.items()})
 
 
@@ -161,9 +164,13 @@ class Region:
 
     def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[Any, Value]:
         """Returns the parameters gathered outside units that forward keeps for backward, whole or in pieces."""
+        # Parameters alone: what else was gathered outside of units is a value of this program, and no operand of
+        # backward.
         own = resharded(self.unit, is_root=not self.unit.nested)
         tied = self._resharded_as_tied()
-        placements = {one.parameter: one.shard.placement for one in operands if one.shard is not None}
+        placements = {
+            crossing.parameter: crossing.shard.placement for crossing in operands if crossing.shard is not None
+        }
         kept = {}
         for key, value in p.kept_whole.items():
             if not isinstance(key, tuple):
@@ -186,9 +193,13 @@ class Region:
 
     def copies(self, avals: Sequence[ShapedArray]) -> dict[Any, Crossing] | None:
         """Returns which parameters the copies of these types are; None where that is not certain."""
-        candidates = [one for one in self.kept if one.avals == tuple(avals)]
-        keys = {tuple(one.crossings) for one in candidates}
-        return dict(candidates[0].crossings) if len(keys) == 1 else None
+        # An equation has arrays alone, so copies are known by their types. Where two calls of the region have kept
+        # different parameters of the same types, the copies are left, and the parameters gathered again.
+        candidates = [gathered for gathered in self.kept if gathered.avals == tuple(avals)]
+        keys = {tuple(gathered.crossings) for gathered in candidates}
+        if len(keys) != 1:
+            return None
+        return dict(candidates[0].crossings)
 
     def over(self, size: int, *, is_batch: bool) -> "Region":
         """Returns the region of a call with one more dim; the dim is the batch, or the batch is the one it was."""

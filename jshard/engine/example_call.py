@@ -1,7 +1,7 @@
 """The equation of a function that acts on each example.
 
 `per_example_p` keeps a Python function, not its program. A kernel's grid depends on the number of examples, so the
-function is traced again for the examples of one shard; `engine/rules/opaque.py` does that when it partitions.
+function is traced again for the examples of one shard; `engine/rules/opaque_calls.py` does that when it partitions.
 """
 
 import dataclasses
@@ -69,7 +69,8 @@ def _batched(
 ) -> tuple[Sequence[jax.Array], list[int]]:
     """Maps the equation over one more dim, for `jax.vmap`.
 
-    The new dim comes after all others, so that the dims of the examples in `body` stay right.
+    The new dim comes after all others, so that the dims of the examples in `body` stay right. The equation stays one,
+    and is still split over its examples.
     """
     operands: list[jax.Array] = []
     in_axes: list[int | None] = []

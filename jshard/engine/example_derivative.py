@@ -95,6 +95,8 @@ class _Derivative:
         self.num_outs = len(body.outs)
         self.operand_has_gradient = [has_gradient(aval) for aval in avals]
 
+        # For the whole batch, only to choose residuals: forward and backward trace the body for the examples of a
+        # shard.
         program = jax.make_jaxpr(lambda *xs: self._vjp(xs).arrays)(*avals)
         out_avals = program.out_avals[: self.num_outs]
         self.out_has_gradient = [has_gradient(aval) for aval in out_avals]
@@ -256,12 +258,14 @@ class _Derivative:
         for i, atom in enumerate(residuals):
             if isinstance(atom, jex.Literal) or atom not in candidates:
                 continue
-            if atom in out_positions and isinstance(self.body.outs[out_positions[atom]], int):
-                from_outs[i] = out_positions[atom]
-            elif (dim := part.examples_dim(i, abstract(atom).shape)) is not None:
-                saved[i] = dim
+            out_position = out_positions.get(atom)
+            examples_dim = part.examples_dim(i, abstract(atom).shape)
+            if out_position is not None and isinstance(self.body.outs[out_position], int):
+                from_outs[i] = out_position
+            elif examples_dim is not None:
+                saved[i] = examples_dim
             else:
-                continue
+                continue  # of no example, or of all together: backward computes it again
             candidates.discard(atom)  # a residual that occurs twice is saved once
         return from_outs, saved
 
@@ -273,6 +277,8 @@ class _Derivative:
         """
         whole = _PartialBatch(divisor=1, shapes=shapes)
         dims = self.body.ins
+        # Nothing says along which dim a residual has the examples. Traced for fewer of them, it is the dim that
+        # shrinks.
         num_examples = next(aval.shape[d] for aval, d in zip(self.avals, dims, strict=True) if d is not None)
         divisor = _smallest_divisor(num_examples)
         if divisor is None:

@@ -29,6 +29,7 @@ _TOO_NARROW_TO_GATHER = (jnp.int2, jnp.uint2)
 
 def gather(value: Value, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns the whole logical parameter of a stored shard, gathered in a dtype; by default in the shard's."""
+    # Cast as a shard: the gather sends this dtype, and only the shard exists in both.
     x = fetched(value.x)
     if dtype is not None:
         x = x.astype(dtype)

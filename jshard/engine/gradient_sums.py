@@ -118,6 +118,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
             return _summed_on_arrival(x, dim, placement)
         return lax.psum_scatter(fused_over_inner_axes(x, placement), FSDP, scatter_dimension=dim, tiled=True)
 
+    # Cast first, or the sum would be taken in the dtype of the computation, in which many parts lose digits.
     padded = with_padding(x.astype(placement.reduce_dtype), placement)
     return beside_automatic_axes(run, padded, placement)(padded)
 
@@ -131,6 +132,7 @@ def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement) -> jax.Arra
         8 devices on 2 hosts, (40,)  ->  (2 hosts, 4 devices of a host, 5)
     """
     num_shards = lax.axis_size(FSDP)
+    # Received parts are summed in the reduce dtype: a reduce-scatter in the narrower one would also add in it.
     exchanges = placement.exchanges(num_shards)
     sizes = [size for size, _ in reversed(exchanges)]
     x = x.reshape(*x.shape[:dim], *sizes, -1, *x.shape[dim + 1 :])
@@ -167,6 +169,7 @@ def reduce_unit(
         mesh: the mesh.
         first_step: whether to leave out the second step of those that have a `pending_sum`.
     """
+    # The order of the collectives in the program: joined sums, joined exchanges, then the others one by one.
     parts = _summed_together(gradients, placements, mesh)
     for i, x in _exchanged_together(gradients, placements).items():
         parts[i] = PartialSum.of(gradients[i], mesh).after(x, _scattered_axes(mesh))

@@ -77,6 +77,8 @@ def _batched(
 batching.primitive_batchers[over_axis_p] = _batched
 
 
+# A rule of its own, because the gradient has to return to the dim of the operand. Without it the instruction would have
+# no derivative.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def exchanged(x: jax.Array, axis: str, old: int, new: int, tensor_dim: int | None = None) -> jax.Array:
     """Returns the array, split over an inner axis along `new` from here on, and its gradient along `old` before."""
@@ -129,6 +131,7 @@ class InnerPartitioner(Partitioner):
 
     def _sum_everywhere(self, eqn: JaxprEqn, value: Value) -> Value:
         """Takes a sum over data shards; that of a partial value also over this axis, in one all-reduce."""
+        # Summed apart, over one axis after the other, the second all-reduce would wait for the first.
         if not value.is_partial:
             (x,) = self.bind(eqn, [value.x])
             return value.with_array(x)
@@ -154,6 +157,7 @@ class InnerPartitioner(Partitioner):
                 self._fused_operand = result
             return result
         if dim == FUSED:
+            # By identity: the very next equation that takes this value is its collective.
             self._fused_operand = value
             return value
         return self._requested(value, cast(int | None, dim), tensor_dim)

@@ -26,6 +26,7 @@ def note_layers(unit: Unit, rows: Mapping[str, Placement]) -> None:
     """
     if not rows:
         return
+    # Kept beyond the trace, as `mixing` keeps what is sent: a plan is made from shapes, and cannot see the loop.
     key = key_of_unit(unit)
     _paths_seen.setdefault(key, set()).update(rows)
     large = {}

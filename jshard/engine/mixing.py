@@ -161,6 +161,8 @@ def note(unit: Unit, call: str, part: str, sent: Sequence[Mixing], over: str = "
     records = _summed(sent)
     if unit.policy.fallback == "error":
         _refuse_computed_whole(records)
+    # By class, mesh and placements, not by the object: `js.explain` may be asked with a plan. Bounded, because a
+    # process may make any number of models.
     key = key_of_unit(unit)
     if len(_records) >= _MOST_MODELS and key not in _records:
         oldest = next(iter(_records))
@@ -183,8 +185,7 @@ def _refuse_computed_whole(records: Sequence[Mixing]) -> None:
 
 
 def _warn_of_large(unit: Unit, model: str, over: str, key: ModelKey, records: Sequence[Mixing]) -> None:
-    gathered_bytes = sum(m.placement.gathered_bytes for m in unit.members if m.placement.dim is not None)
-    limit_bytes = max(WARNED_BYTES, WARNED_SHARE * 3 * gathered_bytes)
+    limit_bytes = _most_bytes_without_warning(unit)
     large = [record for record in records if record.bytes >= limit_bytes and (key, record.where) not in _warned]
     if not large:
         return
@@ -193,13 +194,30 @@ def _warn_of_large(unit: Unit, model: str, over: str, key: ModelKey, records: Se
     if over == CONTEXT:
         how = "looks beyond its part of a sequence, which sends data over the context axis:"
     text = [f"{model} {how}", *_listed(large)]
-    opaque = [r.operation for r in large if r.kind in COMPUTED_WHOLE and r.operation in _OPAQUE]
-    if opaque:
+    operation = _opaque_operation(large)
+    if operation is not None:
         text.append(
-            f"js.per_example(f) around a function f with a {opaque[0]} declares that it treats each example "
+            f"js.per_example(f) around a function f with a {operation} declares that it treats each example "
             "independently."
         )
     _compat.warn_user("\n  ".join(text))
+
+
+def _most_bytes_without_warning(unit: Unit) -> float:
+    """Returns the limit for one line: small beside what the model's parameters send in a step."""
+    gathered_bytes = 0
+    for member in unit.members:
+        if member.placement.dim is not None:
+            gathered_bytes += member.placement.gathered_bytes
+    return max(WARNED_BYTES, WARNED_SHARE * 3 * gathered_bytes)  # gathered twice, reduced once
+
+
+def _opaque_operation(records: Sequence[Mixing]) -> str | None:
+    """Returns the first operation whose inside the engine does not see, if one was computed whole."""
+    for record in records:
+        if record.kind in COMPUTED_WHOLE and record.operation in _OPAQUE:
+            return record.operation
+    return None
 
 
 def _listed(records: Sequence[Mixing]) -> list[str]:

@@ -55,6 +55,7 @@ def held(x: Any, is_searched: Callable[[Any], bool], *, in_functions: bool) -> I
         is_searched: which arrays.
         in_functions: whether to look into closures, bound methods and iterators, too.
     """
+    # Breadth first, so that the text is a shortest one; and not by recursion, as objects may refer to each other.
     visited: set[int] = set()
     queue: collections.deque[Part] = collections.deque([("", x)])
     while queue and len(visited) < _MOST_OBJECTS:
@@ -344,6 +345,7 @@ class _Flattening:
             is_constant = is_inside and not self._numpy_enters and isinstance(x, np.ndarray)
             self.leaves.append(Constant(x) if is_constant else x)
             return None
+        # Known before its values are looked at: one of them may refer to it.
         self._known[id(x)] = Again(len(self.objects))
         self.objects.append(x)
         named = attributes(x)

@@ -96,7 +96,9 @@ class _Execution:
             functools.partial(self._on_part, region.inner),
             mesh=region.mesh,
             in_specs=tuple(in_specs),
-            out_specs=self._out_specs,  # read after the body is traced, which fills the list
+            # How results leave follows from the rules that computed them. `jax.shard_map` reads this list after it has
+            # traced the body, which fills it.
+            out_specs=self._out_specs,
             axis_names=manual_axes(region.mesh),
             check_vma=False,
         )
@@ -106,6 +108,8 @@ class _Execution:
 
     def _on_part(self, inner: tuple[str, ...], *xs: Any) -> list[Any]:
         """Runs the program on one place along inner axes of a data shard."""
+        # The innermost axis is the outermost call: its partitioner runs the program that those of the other axes, and
+        # the data shard's, have made of it.
         if not inner:
             return self._on_shard(*xs)
         *outer, axis = inner
@@ -221,6 +225,9 @@ class _Execution:
 
     def _gather_after_cotangents(self, jaxpr: ClosedJaxpr, operands: list[Value]) -> None:
         """Ties the shards to the other operands of backward: else they would be gathered while forward runs."""
+        # Nothing else holds them back: parameters exist when the step begins. Only the shards that this program gathers
+        # are tied, and nothing where it gathers none (ZeRO-2): residuals would wait for cotangents, and all be in
+        # memory until then. Pieces exist once forward has run; what is on the host is fetched when it is read.
         gathered = shards_gathered_by(jaxpr.jaxpr, operands, {name for name, *_ in self._copies})
         shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
         cotangents = [v for v in operands if not v.is_stored]

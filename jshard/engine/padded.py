@@ -75,6 +75,7 @@ def as_plain(module: nnx.Module, unit: Unit) -> Iterator[None]:
         before = candidate.variable.get_raw_value()
         if candidate.value is not before:
             replaced.append(_Replaced(candidate.variable, before, candidate.value))
+    # Past the home of the variable, which would place what is written as planned: padded, or on the host again.
     for entry in replaced:
         _compat.write_past_home(entry.variable, entry.during)
     try:

@@ -149,6 +149,7 @@ class Partitioner:
         num_flops = flops(eqn)
         if not num_flops or results[0].provenance is not None:
             return
+        # Split operands do not say that each shard multiplies its part: they may have been gathered for this equation.
         is_on_shards = any(v.is_split or v.is_partial for v in operands)
         if is_on_shards and self._gathered_eqn is not eqn:
             product = LocalProduct(num_flops * self.trips / self.degree, False, "", ())
@@ -166,6 +167,8 @@ class Partitioner:
 
         It is empty if unknown.
         """
+        # From the inside out: an equation of one of the library's own functions has no line of the user, and one of the
+        # calls around it has.
         for candidate in (eqn, *reversed(self._eqn_stack)):
             if candidate is None:
                 continue
@@ -183,7 +186,7 @@ class Partitioner:
 
     def gather(self, x: Any, dim: int) -> Any:
         """Returns all shards of an array, one after the other along `dim`."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # by their data, whose first dims are those of the keys
             bits = lax.all_gather(jax.random.key_data(x), self.axes, axis=dim, tiled=True)
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
         return lax.all_gather(x, self.axes, axis=dim, tiled=True)
@@ -238,6 +241,7 @@ class Partitioner:
     def _part(self, value: Value, dim: int) -> Any:
         """Returns this shard's part of a value along a dim, by whatever sends least."""
         is_combined = None in value.conversions  # then a slice of that sends nothing
+        # A reduce-scatter sends half of what an all-reduce does; an all-to-all sends what a shard has, a gather all.
         if value.is_partial and not is_combined:
             with self.sends("sum", self.eqn, value.bytes // self.degree):
                 return lax.psum_scatter(value.x, self.axes, scatter_dimension=dim, tiled=True)
@@ -255,6 +259,7 @@ class Partitioner:
         """Returns a whole value as a partial one: the first shard has it, the others zeros."""
         if value.is_partial:
             return value
+        # Not an equal share for each shard: integers have none, and floats would be rounded.
         x = self.whole(value).x
         return Value(jnp.where(self.shard == 0, x, jnp.zeros_like(x)), PARTIAL)
 
@@ -293,6 +298,7 @@ class Partitioner:
             args: its arguments.
             gradients: positions of results that are gradients. What flows to them alone is summed at the end.
         """
+        # In the order of the user's program, which is also that in which collectives are emitted.
         variables: dict[Var, Value] = {}
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
             variables[variable] = const if isinstance(const, Value) else Value(const)
@@ -367,6 +373,7 @@ class Partitioner:
     def equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Runs one equation: see the order at the top of this file."""
         states = record_of(eqn).operand_states
+        # Loops and calls pass stored shards on unread: the program inside may be a unit's, which gathers them in time.
         if states is not OperandStates.ANY_OR_STORED:
             operands = [self.read(v) for v in operands]
         if states.is_always_called:
@@ -374,6 +381,7 @@ class Partitioner:
             # Its operands were not made ready for any other way to compute it.
             assert results is not None, f"{eqn.primitive.name} has no result"
             return results
+        # Before the rules: they would sum first, and the sum of a gradient would be taken more than once on its way.
         if any(v.is_partial for v in operands):
             results = linear.apply_linear(self, eqn, operands)
             if results is not None:
@@ -416,6 +424,8 @@ class Partitioner:
         results = [Value(x) for x in arrays]
         if eqn.effects:
             return results
+        # Left whole, all that follows would be computed for the whole batch on every device as well: one operation
+        # without a rule would cost the rest of the model.
         split_sizes = {v.dim: self.full_shape(v)[v.dim] for v in operands if v.is_split}
         return [self._split_again(result, split_sizes) for result in results]
 

@@ -61,6 +61,8 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
             trees.append(tree)
             return outs
 
+        # Traced for the whole batch, although only shards run it: so mistakes are found where the function is called,
+        # and the structure of its results is known.
         program = jax.make_jaxpr(run)(*arguments.arrays)
         _refuse_closed_over(program, name)
         body = Body(run, arguments.dims, (0,) * len(program.out_avals), name)

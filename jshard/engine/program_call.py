@@ -180,6 +180,9 @@ def jvp_rule(
         call: the parameter of the equation.
         jaxpr: the other parameter. An equation that has it may be part of a jaxpr, with a fixed number of results.
     """
+    # JAX has no rule for reverse mode: it linearises by this rule, which must leave an equation that is linear in the
+    # tangents, and transposes that. So residuals are results of one equation and operands of the other, and backward is
+    # what the transpose of the second one calls.
     num_operands = len(call.program.jaxpr.in_avals)
     wrt = _differentiated(primals[:num_operands], tangents[:num_operands], call.constants)
     if not any(wrt):
@@ -192,7 +195,7 @@ def jvp_rule(
     except (NotImplementedError, TypeError, ValueError):
         # Not each function can be linearised: a loop that runs until a condition holds has forward mode alone.
         if any(isinstance(t, partial_eval.JaxprTracer) for t in nonzero_tangents):
-            raise  # this is linearisation
+            raise  # this is linearisation, for reverse mode: with unknown tangents, results would be unknown as well
         return _pushed_forward(primals, nonzero_tangents, wrt, call)
     outs = derivative.forward.bind(primals)
     num_results = len(derivative.has_tangent)
@@ -200,6 +203,8 @@ def jvp_rule(
     residuals = outs[num_results:num_saved]
     copies = outs[num_saved:]
 
+    # Parameters are operands of the linear map, which computes again what depends on them alone: see `Gradient.kept`.
+    # So no gathered parameter is a residual.
     params = primals[: call.program.num_params]
     result_tangents = derivative.linear.bind([*params, *residuals, *nonzero_tangents, *copies])
 
@@ -215,6 +220,8 @@ def jvp_rule(
 
 def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], constants: frozenset[int]) -> tuple[bool, ...]:
     """Returns for each operand whether the derivative is with respect to it."""
+    # A copy of a parameter that forward kept is no variable of its own: the parameter, which is an operand as well, has
+    # the derivative. With one for both, it would be counted twice.
     wrt = []
     for position, (primal, tangent) in enumerate(zip(primals, tangents, strict=True)):
         has_tangent = not isinstance(tangent, ad.Zero) and has_gradient(primal)
@@ -246,6 +253,7 @@ def transpose_rule(
 ) -> list[Any]:
     """Calls backward, or the transpose of a program that is no derivative; returns cotangents of linear operands."""
     del jaxpr
+    # A result that the loss does not use has no cotangent: backward is traced for the others.
     live = tuple(not isinstance(ct, ad.Zero) for ct in cotangents)
     if not any(live):
         return [None] * len(operands)
@@ -256,10 +264,9 @@ def transpose_rule(
 
     transposed = call.transposed(linear, live)
     results = transposed.bind([*known, *picked(live, cotangents), *copies])
-    gradients = [
-        placed_like(x, operand.aval)
-        for x, operand in zip(results, picked(linear, operands[:num_operands]), strict=True)
-    ]
+    gradients = []
+    for x, operand in zip(results, picked(linear, operands[:num_operands]), strict=True):
+        gradients.append(placed_like(x, operand.aval))  # of an offloaded parameter: in host memory
     no_gradients = [None] * (num_operands - len(gradients))
     return [*merged(linear, gradients, no_gradients), *[None] * len(copies)]
 
@@ -270,11 +277,11 @@ def batch_rule(
     """Calls the program over one more dim; returns results and where each has that dim."""
     num_operands = len(call.program.jaxpr.in_avals)
     is_mapped = [dim is not None for dim in dims]
-    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-    rows_first = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
+    size = mapped_size(operands, dims)
+    rows_first = [_with_rows_first(x, dim) for x, dim in zip(operands, dims, strict=True)]
     copies = rows_first[num_operands:]
     if any(is_mapped[num_operands:]):
-        copies = []  # gathered again
+        copies = []  # a copy for each row is no copy of the parameter: it is gathered again
 
     mapped = call.mapped(size, tuple(is_mapped[:num_operands]))
     outs = mapped.call.bind([*mapped.enter(rows_first[:num_operands]), *copies])
@@ -295,6 +302,18 @@ def batch_rule(
 _FIRST = 0  # the dim along which mapped operands and results have their rows
 
 
+def mapped_size(operands: Sequence[Any], dims: Sequence[int | None]) -> int:
+    """Returns the number of rows of the operands that are mapped; JAX has compared them."""
+    for x, dim in zip(operands, dims, strict=True):
+        if dim is not None:
+            return x.shape[dim]
+    raise ValueError("Nothing is mapped.")
+
+
+def _with_rows_first(x: Any, dim: int | None) -> Any:
+    return x if dim is None else jnp.moveaxis(x, dim, _FIRST)
+
+
 # ---- programs that the rules of all calls need
 
 
@@ -303,6 +322,8 @@ def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> 
 
     A result that does not depend on a mapped operand, such as state that follows from the parameters, has no such dim.
     """
+    # Asked beforehand, as `jax.vmap` takes `out_axes` before it runs. With 0 for each, what does not depend would be
+    # repeated for each row, and state of a model would change its shape.
     mapped_operands = picked(is_mapped, jaxpr.jaxpr.invars)
     depends = dependents(jaxpr.jaxpr, mapped_operands)
     results = tuple(not _compat.is_literal(atom) and atom in depends for atom in jaxpr.jaxpr.outvars)

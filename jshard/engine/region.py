@@ -68,6 +68,8 @@ def _refuse_late_annotations(module: nnx.Module, call: NnxCall) -> None:
 
 def run_call(call: Call, name: str, unit: Unit) -> Any:
     """Runs a call that an adapter has split: as the region itself, or as a unit inside it."""
+    # The outermost call traces the whole model, in which a call of an inner unit only becomes an equation. So there is
+    # one `shard_map` for a model, whatever is annotated inside.
     if units.in_region_trace():
         return _call_unit(call, name, unit)
     _check_surroundings(call, unit)
@@ -122,6 +124,7 @@ def _open_region(call: Call, unit: Unit) -> Any:
     params = call.guarded(entering)
     with units.region_trace(cast(Mesh, unit.mesh)):
         program, consts = _trace(call, unit, params)
+    # Constants of the trace are operands: as constants of the program, arrays would be whole on every device.
     operands = [*params, *call.inputs, *consts]
     region = _region_of(unit, call, consts)
     region_call = RegionCall(
@@ -239,6 +242,7 @@ def _sequence_length(region: Region) -> int:
 
 def _copies_of(call: Call) -> list[Any]:
     """Returns the copies gathered beforehand for the parameters of this call, if all gathered parameters have one."""
+    # All or none: a program either gathers its parameters or has them.
     copies = gathered_copies.get()
     none: list[Any] = [None] * len(call.params)
     if copies is None:

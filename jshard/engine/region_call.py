@@ -42,6 +42,9 @@ Params:
 """
 
 
+# Compared by identity, as jaxprs are: equations that share a call share its derivatives and its program on shards. Held
+# weakly by JAX's caches, which have the parameters of equations as keys: a call holds programs, and the latest
+# thousands of them would stay in memory.
 @_compat.hold_weakly
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RegionCall(ProgramCall):
@@ -87,6 +90,7 @@ class RegionCall(ProgramCall):
 
     def leaving(self) -> Sequence[Crossing]:
         """Returns how the results leave."""
+        # Any of them: a copy that enters is the same parameter, gathered before, so results leave in the same way.
         partition = next(iter(self._partitions.values()), None)
         if partition is None:  # another call runs in its place: one over more dims, or that of a derivative
             partition = self.partitioned(self.avals)
@@ -94,6 +98,8 @@ class RegionCall(ProgramCall):
 
     def partitioned(self, avals: Sequence[ShapedArray]) -> Partition:
         """Returns the program on data shards; the types are those of all operands."""
+        # Partitioning traces the program once more, so it is done once for each list of types: copies among the
+        # operands make another program of the same call.
         key = tuple(avals)
         if key not in self._partitions:
             self._partitions[key] = partition(self, avals)
@@ -106,6 +112,7 @@ class RegionCall(ProgramCall):
 
     def derivative(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Derivative:
         """Returns the derivative, whose programs run in the same region."""
+        # Kept, because to differentiate is to trace the program: equations that share a call share its derivatives.
         if wrt not in self._derivatives:
             self._derivatives[wrt] = self._new_derivative(wrt, tuple(avals[: len(wrt)]))
         return self._derivatives[wrt]
@@ -115,6 +122,8 @@ class RegionCall(ProgramCall):
         num_params = self.program.num_params
         num_results = len(gradient.is_float)
         num_residuals = len(gradient.kept)
+        # Parameters that units inside have kept are among the results of forward, as residuals. A tangent of theirs
+        # would be one more of the parameter.
         copied_results = self.constant_results | copies_among(gradient.forward.jaxpr)
         has_tangent = tuple(is_float and i not in copied_results for i, is_float in enumerate(gradient.is_float))
 
@@ -127,6 +136,8 @@ class RegionCall(ProgramCall):
             adjoint=None,
             part=self.part if self.part in (FORWARD, BACKWARD) else f"forward of {self.part}",
         )
+        # How residuals leave is known when forward is partitioned, which is when its equation is staged: later than
+        # now.
         residuals = [ResultOf(forward.leaving, num_results + i) for i in range(num_residuals)]
         residual_avals = gradient.forward.out_avals[num_results:]  # those of pieces of parameters are not needed
         tangents = [of_tangent(crossing) for crossing in picked(wrt, self.operands)]
@@ -228,6 +239,7 @@ class RegionCall(ProgramCall):
 
         operands = self._operands_over(over, is_mapped, is_batch=is_batch)
         jaxpr, is_mapped_result = mapped_program(self.program.jaxpr, size, is_mapped)
+        # A gradient for each row is not stored like its parameter.
         has_target = not any(is_mapped_result[: len(self.targets)])
         call = dataclasses.replace(
             self,
@@ -316,7 +328,9 @@ def _mapped_crossing(
     region: Region, crossing: AnyCrossing, shape: Sequence[int], *, is_batch: bool, is_param: bool
 ) -> Crossing:
     """Returns how an operand enters that has one more dim than `shape`, the first."""
-    before = crossing if isinstance(crossing, Crossing) and not is_param else _guessed(region, shape)
+    before = _guessed(region, shape)
+    if isinstance(crossing, Crossing) and not is_param:
+        before = crossing
     if is_batch:
         inner = {axis: dim + 1 for axis, dim in before.inner.items() if axis == CONTEXT}
         if EXPERT in region.inner:
@@ -365,6 +379,7 @@ class RegionAdjoint(Adjoint):
         gradient = self.gradient
         num_params = call.program.num_params
         num_results = len(self.has_tangent)
+        # Cotangents enter as the results have left: split where these are, so that nothing moves between the two.
         live_results = self.live_results(live)
         results = [ResultOf(self.forward.leaving, i) for i in range(num_results)]
         residuals = [ResultOf(self.forward.leaving, num_results + i) for i in range(len(gradient.kept))]

@@ -22,6 +22,7 @@ def shard_dim(x: jax.Array, placement: Placement) -> int | None:
     None for an array that is not sharded; also for a row of a stack that is sharded along its layers: the loop has
     taken the row out of the shard.
     """
+    # From the end: a stack has further dims in front of the planned ones, and a row of a stack has fewer.
     from_end = placement.dim_from_end
     if from_end is None:
         return None
@@ -60,10 +61,10 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
     dim = shard_dim(x, placement)
     if dim is None:
         return x
-    x = with_padding(x, placement)
+    x = with_padding(x, placement)  # shards, and so their pieces, are of the padded array
     num_pieces = pieces or lax.axis_size(FSDP)
     size = x.shape[dim] // num_pieces
-    piece = lax.axis_index(FSDP) % num_pieces
+    piece = lax.axis_index(FSDP) % num_pieces  # neighbours have the pieces in order, as the gather among them expects
     return lax.dynamic_slice_in_dim(x, piece * size, size, dim)
 
 

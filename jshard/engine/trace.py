@@ -65,6 +65,8 @@ def trace_call(
     Returns:
         The program, and constants to append to its operands.
     """
+    # The user's Python runs here, once. Derivatives and the programs of data shards come from the jaxpr: so side
+    # effects happen once, and all of them see the same random numbers and branches.
     with inside_annotated_call(call), attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
     _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
@@ -84,6 +86,7 @@ def _without_passed_parameters(closed: ClosedJaxpr, call: Call) -> ClosedJaxpr:
     Its last results are the parameters before the call, then after it. Those that the method has changed stay: the
     call keeps their numbers.
     """
+    # Left among the results, a parameter would be gathered to be returned whole, for nothing.
     results = closed.jaxpr.outvars
     num_written = len(call.written)
     before = results[-2 * num_written : -num_written]
@@ -176,6 +179,8 @@ class _Passage:
 
 def _is_passed(jaxpr: Jaxpr, old: Any, new: Any) -> bool:
     """Returns whether a variable is another one, passed through calls and loops."""
+    # From the result back, as each equation says where its result comes from; by identity, which is all that a variable
+    # has.
     while new is not old:
         operand = _operand_that_is(jaxpr, new)
         if operand is None:
@@ -200,8 +205,11 @@ def _passages(eqn: JaxprEqn, result: int) -> Iterator[_Passage]:
     if eqn.primitive.name == "scan":
         inner, _ = rules.opened(eqn.params["jaxpr"])
         num_consts, num_carry = _compat.scan_arguments(eqn)
-        stacked_operands = range(num_consts + num_carry, len(eqn.invars))
-        operands = [num_consts + result] if result < num_carry else stacked_operands
+        # What is carried may come from its own place in the carry; a stacked result from any scanned operand, whose
+        # rows the body returns.
+        operands: Sequence[int] = range(num_consts + num_carry, len(eqn.invars))
+        if result < num_carry:
+            operands = [num_consts + result]
         for operand in operands:
             yield _Passage(operand, inner, inner.invars[operand], inner.outvars[result])
     elif eqn.primitive.name in rules.CALLS:

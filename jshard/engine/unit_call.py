@@ -56,6 +56,7 @@ class UnitSettings:
     prefetch: Prefetch | None  # how early it is gathered; None leaves it to the compiler
 
 
+# By identity and weakly, for the same reasons as `RegionCall`.
 @_compat.hold_weakly
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class UnitCall(ProgramCall):
@@ -131,14 +132,17 @@ class UnitCall(ProgramCall):
 
     def derivative(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Derivative:
         """Returns the derivative, whose forward and backward are units."""
+        # Also by the dtypes of operands: parameters are stored in one and gathered in another, the program knows only
+        # the second, and a gradient leaves in the first.
         stored_dtypes = tuple(aval.dtype for aval in avals)
-        key = wrt, stored_dtypes
+        key = (wrt, stored_dtypes)
         if key not in self._derivatives:
             self._derivatives[key] = self._new_derivative(wrt, stored_dtypes)
         return self._derivatives[key]
 
     def _new_derivative(self, wrt: tuple[bool, ...], stored_dtypes: tuple[np.dtype, ...]) -> Derivative:
         gradient = self.program.gradient(wrt)
+        # Of its own parameters alone: a unit inside decides for its own.
         own = [owner == OWN for owner in self.owners]
         keeps_copies = self.settings.reshard is not True and self.phase == FORWARD
         num_copies = sum(own) if keeps_copies else 0
@@ -167,6 +171,7 @@ class UnitCall(ProgramCall):
         linear = dataclasses.replace(
             self,
             program=Program(linear_jaxpr, len(own)),
+            # The linear map reads no copies. But its transpose, which is backward, does, and takes what this one takes.
             jaxpr=_with_unused(linear_jaxpr, copied_params if num_copies else []),
             out_dtypes=tuple(picked(has_tangent, self.out_dtypes[:num_results])),
             num_kept=0,
@@ -300,6 +305,7 @@ def _cast_to(arrays: Sequence[Any], dtypes: Sequence[np.dtype]) -> list[Any]:
     return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
+# With the effects of its program: an equation without effects and without a reader is removed, and a callback with it.
 @unit_p.def_effectful_abstract_eval
 def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[Any], Any]:
     avals = [
@@ -314,6 +320,7 @@ def _call_function(*operands: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> list[A
     return call.function(*operands)
 
 
+# Lowered only where one data shard has the whole batch: elsewhere the partitioner runs the program in its place.
 unit_p.def_impl(_call_function)
 mlir.register_lowering(unit_p, mlir.lower_fun(_call_function, multiple_results=True))
 
@@ -334,6 +341,7 @@ def copies_among(jaxpr: Jaxpr) -> frozenset[int]:
 
     They have no derivative of their own: that of the parameter has theirs.
     """
+    # Followed through loops, calls and branches, whose results are those of their programs in the same order.
     copies: set[Var] = set()
     for eqn in jaxpr.eqns:
         copies.update(eqn.outvars[k] for k in _copies_of_equation(eqn))
@@ -358,6 +366,7 @@ def _copies_of_equation(eqn: JaxprEqn) -> Sequence[int]:
         inner, _ = rules.program(eqn)
         return sorted(copies_among(inner))
     if name == "cond":
+        # A result that is a copy in one branch only has a derivative in the other.
         of_branches = [copies_among(rules.opened(branch)[0]) for branch in eqn.params["branches"]]
         return sorted(frozenset.intersection(*of_branches))
     return ()

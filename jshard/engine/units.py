@@ -81,6 +81,9 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     owners = tuple(call.owners)
     own_name = settings.name if NESTED in owners else ""  # units inside are named after it
     types = tuple((x.shape, str(x.dtype), x.weak_type) for x in (*gathered, *inputs))
+    # All that a trace depends on, so that equal layers are traced once: the module's structure and static attributes
+    # (`call.key`), the policies, the types, and JAX's own settings. Not the name of the unit, unless units inside are
+    # named after it: layers of a list differ in nothing else.
     key: Hashable = call.key, own_name, precision, remat, types, owners, _compat.trace_context()
     try:
         hash(key)
@@ -91,7 +94,9 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     traced = traces.traced.get(key)
     if traced is None:
         program, consts = trace_call(call, computes_in(call, precision), gathered, inputs, remat=remat)
-        kind = call.where, own_name, owners, len(program.jaxpr.jaxpr.eqns)
+        # Layers whose keys differ, or cannot be compared, may still have equal programs: those are found by their
+        # equations, among the programs that have as many.
+        kind = (call.where, own_name, owners, len(program.jaxpr.jaxpr.eqns))
         traced = TracedUnit(*shared(program, traces.distinct.setdefault(kind, [])), call.result)
         if not consts:  # constants are tracers, and those of this call
             traces.traced[key] = traced
@@ -119,6 +124,7 @@ def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], l
     """The body of a call, with its arguments and results in the dtypes of a policy."""
 
     def body(params: list[Any], inputs: list[Any]) -> list[Any]:
+        # Of the inputs the arguments alone: state, such as running means, keeps its dtype.
         dtype = precision.param_dtype if precision.cast_inputs else None
         arguments = [_cast(x, dtype) for x in inputs[call.num_state :]]
         outs, state = call.body(params, [*inputs[: call.num_state], *arguments])
@@ -192,6 +198,7 @@ def run_ungathered(call: Call, unit: Unit) -> Any:
 
 def _as_placed(stored: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
     """Constrains a parameter to its placement, and so its gradient, which the compiler would place anywhere."""
+    # The transpose of a sharding constraint is the same constraint on the cotangent.
     if not isinstance(unit.mesh, Mesh) or stored.ndim != len(placement.spec):  # shapes only, or a layer in a scan
         return stored
     return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))

@@ -69,6 +69,7 @@ def call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     scope = eqn.params.get("name")
     if not isinstance(scope, str):
         scope = eqn.primitive.name
+    # Under the call's name, as JAX would lower it: profiles and audits of a model read these names.
     with jax.named_scope(scope):
         return p.run(*program(eqn), operands(eqn, values), gradients=gradients)
 

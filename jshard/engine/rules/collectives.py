@@ -26,6 +26,7 @@ def all_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     # `jax.vmap(axis_name=...)` puts the position of its dim where the name was.
     dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
     names = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
+    # The dim may be the one that is split. So it is a reduction like any other, with a sum over the shards if need be.
     if dims:
         operands = _reduce_over_dims(p, eqn, operands, dims)
     if not names:

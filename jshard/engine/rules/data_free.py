@@ -86,6 +86,7 @@ def materialize(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value
     """
     if not value.is_data_free:
         return value
+    # As it was split before: that shard exists already.
     for state in value.conversions:
         if isinstance(state, int) and state not in skip:
             return p.split(value, state)

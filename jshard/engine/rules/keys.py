@@ -49,6 +49,7 @@ def draw(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | 
 @rule("random_gamma")
 def random_gamma(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Splits along the dims of the keys alone: each key is split by the number of the samples that it draws."""
+    # With one key for all samples each shard would split it by its own number of samples, and draw others.
     key = operands[0]
     dim = split_dim(operands)
     if dim >= key.ndim or not draws_alone(key):

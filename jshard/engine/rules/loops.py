@@ -119,7 +119,7 @@ def _crossing_arrays(values: Sequence[Value]) -> list[Any]:
 
 def _inside(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
     """Returns the values that crossed, in a trace whose arrays are `xs`."""
-    copies: dict[Value, Value] = {}
+    copies: dict[Value, Value] = {}  # for all of them: what two values have in common is copied once
     inside = []
     for value, x in zip(values, xs, strict=True):
         if value.is_data_free:
@@ -148,6 +148,7 @@ def row_of(value: Value, x: Any) -> Value:
     row = value.with_array(x)
     if value.is_split:
         row.state = value.dim - 1
+    # A column that counts dim 0 is one number in each iteration, and counts nothing there.
     row.index_dims = {column: dim - 1 for column, dim in value.index_dims.items() if dim != 0}
     return row
 
@@ -198,10 +199,14 @@ class Scan:
         n_consts, self.n_carry = _compat.scan_arguments(eqn)
         end_of_carry = n_consts + self.n_carry
         # The order is that of what is emitted: it is part of the program.
+        # Sums are taken before the loop, or each iteration would take them.
         self.shared = [p.for_inner_trace(p.reduce_partial(v)) for v in operands[:n_consts]]
         self.carry = operands[n_consts:end_of_carry]
         scanned = [p.materialize(p.reduce_partial(v), skip=(0,)) for v in operands[end_of_carry:]]
-        self.scanned = [p.whole(v) if v.state == 0 or is_stored_along_trips(v) else v for v in scanned]
+        self.scanned = []
+        for value in scanned:
+            is_split_along_trips = value.state == 0 or is_stored_along_trips(value)
+            self.scanned.append(p.whole(value) if is_split_along_trips else value)
         self.num_records = len(p.records)
         self.row_states: list[State] = []
         self.passed_through: list[int | None] = []
@@ -294,7 +299,7 @@ class Scan:
             outs = iterate(*shared, *carry_xs, *row_xs)
             return outs[: self.n_carry], outs[self.n_carry :]
 
-        # What the partitioner has traced is run in a loop of JAX like the user's.
+        # The traced iteration is run, and not the body once more: that would partition it another time.
         settings = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         last, stacked = lax.scan(step, self.start, arrays_of(self.scanned), **settings)
         return self.results(last, stacked)
@@ -365,6 +370,7 @@ class _While:
         def continues(xs: list[Any]) -> Any:
             with self.p.own_trace():
                 condition = self._condition(in_states(xs, iteration.states))
+                # Whole, so that all shards agree: one that ended earlier would be missed by the body's collectives.
                 return self.p.whole(condition).x.any()
 
         last = lax.while_loop(continues, lambda xs: iterate(*xs), iteration.start)

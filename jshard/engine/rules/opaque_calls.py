@@ -29,6 +29,7 @@ def per_example(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     batch_sizes = [p.full_shape(v)[dim] for v, dim in zip(operands, body.ins, strict=True) if dim is not None]
     if not all(map(p.divides, batch_sizes)):
         return None
+    # Residuals of the whole batch are not those of the shards side by side: they cannot be cut.
     if not all(operands[i].is_split for i in body.from_forward):
         return None  # forward was computed whole, and these are its residuals
     arrays = _split_arrays(p, operands, body.ins)

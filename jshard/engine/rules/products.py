@@ -63,6 +63,8 @@ def dot_general(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     """
     left, right = operands
     (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    # In the order of what is sent: along a batch dim at most one operand moves, a contraction leaves a sum open, and
+    # along a free dim an operand is gathered.
     batch = shared_dim(left, right, left_batch, right_batch)
     if batch is not None:
         local = [p.split(left, left_batch[batch]), p.split(right, right_batch[batch])]

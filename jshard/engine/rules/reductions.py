@@ -31,7 +31,7 @@ def reduce_extreme(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list
     axes = eqn.params["axes"]
     if value.dim not in axes or jnp.iscomplexobj(value.x):  # complex numbers have no such all-reduce
         return reduce_gathered(p, eqn, operands)
-    (on_shard,) = same(p, eqn, operands, PARTIAL)
+    (on_shard,) = same(p, eqn, operands, PARTIAL)  # no sum, but of its form: each shard has one array of the result's
     with p.sends("max", eqn, on_shard.bytes):
         return [Value(_extreme_over_shards(p, on_shard.x, is_max=eqn.primitive.name == "reduce_max"))]
 
@@ -92,6 +92,8 @@ def arg_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     (axis,) = eqn.params["axes"]
     if value.dim != axis:
         return same(p, eqn, operands, _dim_after([axis], value.dim))
+    # The best value comes from its index, not from a maximum: NaN, and equal values, are then chosen as by the
+    # primitive.
     (local_index,) = p.bind(eqn, [value.x])
     best = jnp.take_along_axis(value.x, jnp.expand_dims(local_index, axis), axis)
     start = (p.shard * value.shape[axis]).astype(local_index.dtype)

@@ -213,6 +213,7 @@ def index_dim(*names: str) -> Callable[[IndexDim], IndexDim]:
 
 def _enter(names: Iterable[str], **facts: Any) -> None:
     """Adds facts to the records of primitives."""
+    # By name, not by the primitive: those of kernels and of newer versions of JAX need not be imported, nor exist.
     for name in names:
         before = PRIMITIVES.get(name, _UNKNOWN)
         PRIMITIVES[name] = dataclasses.replace(before, **facts)

@@ -101,16 +101,22 @@ class _InnerShardMap:
 
     def _axes_of_dims(self, spec: P, ndim: int) -> DimAxes:
         """Returns the axes of each dim by a spec."""
-        dims = [tuple(axis for axis in axes_of(dim) if self.degrees[axis] > 1) for dim in spec]
-        dims += [()] * (ndim - len(dims))
-        for dim in dims:
-            self._check_order(spec, dim)
+        dims: list[tuple[str, ...]] = []
+        for entry in spec:
+            axes = tuple(axis for axis in axes_of(entry) if self.degrees[axis] > 1)
+            self._check_order(spec, axes)
+            dims.append(axes)
+        dims += [()] * (ndim - len(dims))  # a spec may be shorter: the last dims are whole
         return tuple(dims)
 
     def _check_order(self, spec: P, dim: tuple[str, ...]) -> None:
-        """Raises for a dim that is split over a data axis inside another axis: a shard's part is not contiguous."""
-        data_first = tuple(sorted(dim, key=lambda axis: axis not in self.data_axes))
-        if [axis in self.data_axes for axis in dim] != [axis in self.data_axes for axis in data_first]:
+        """Raises for a dim that is split over a data axis inside another axis: a shard's part is not contiguous.
+
+        P(("tensor", "fsdp")), 2 x 2 devices    rows 0-1 | 2-3 | 4-5 | 6-7
+        on fsdp 0                               0-1 and 4-5, which is no part of a split along the dim
+        """
+        data_first = tuple(sorted(dim, key=self._is_other_axis))
+        if list(map(self._is_other_axis, dim)) != list(map(self._is_other_axis, data_first)):
             raise CallError(
                 "A shard_map inside the model splits a dim over a data axis inside another axis.",
                 where=_compat.user_place(self.eqn),
@@ -118,8 +124,13 @@ class _InnerShardMap:
                 do=f"jax.P({data_first!r})  # the data axes first",
             )
 
+    def _is_other_axis(self, axis: str) -> bool:
+        return axis not in self.data_axes
+
     def run(self, operands: list[Value]) -> list[Value]:
         """Runs the body: as it is if it is over data axes, else split like any program."""
+        # Without JAX's types of varying axes: the region's own `shard_map` is not checked either, and its values have
+        # none.
         body = _compat.without_varying(self.eqn.params["jaxpr"], ())
         if self.is_over_data:
             return self._run_on_parts(body, operands)
@@ -131,7 +142,8 @@ class _InnerShardMap:
         return [self._value_of_parts(x, axes) for x, axes in zip(results, self.result_axes, strict=True)]
 
     def _run_partitioned(self, body: Callable[..., Sequence[Any]], operands: list[Value]) -> list[Value]:
-        # The body computes the sums that it needs: partial operands stay partial.
+        # The body computes the sums that it needs: partial operands stay partial. Others enter as arrays, because the
+        # body is traced on its own.
         values = [v if v.is_partial else self.p.materialize(v) for v in operands]
         values = self._split_on_other_dims(values, self.operand_axes)
         states: list[State] = []
