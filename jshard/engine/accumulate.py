@@ -2,20 +2,22 @@
 
 import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jshard import _compat
 from jshard.engine.context import during
 from jshard.engine.gathers import gather
 from jshard.engine.gradient_sums import reduce_gradient
 from jshard.engine.inner import over_axes
-from jshard.engine.rules import PARTIAL, Shard, Value
+from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.stored import inner_dims
 from jshard.engine.weighted import MeanShares, nonzero, value_and_weight
 from jshard.errors import CallError
@@ -193,7 +195,7 @@ class GatheredOnce:
 
         def run(arrays: list[jax.Array]) -> list[jax.Array]:
             dims = [inner_dims(placement, x.ndim) for x, placement in zip(arrays, self.placements, strict=True)]
-            states = {axis: [dims_of.get(axis) for dims_of in dims] for axis in self.inner}
+            states = self._states_by_axis(dims, without_dim=None)
             return over_axes(self.inner, gather_all, [fetched(x) for x in arrays], states, {})
 
         return self._shard_map(run, in_specs=(self._stored_specs(),), out_specs=self._copy_spec())(self.picked(tree))
@@ -213,14 +215,28 @@ class GatheredOnce:
             for x, placement in zip(arrays, self.placements, strict=True):
                 of_copies.append(inner_dims(placement, x.ndim, gathered=True))
                 of_shards.append(inner_dims(placement, x.ndim, gathered=False))
-            states = {axis: [dims.get(axis, PARTIAL) for dims in of_copies] for axis in self.inner}
-            targets = {axis: [dims.get(axis) for dims in of_shards] for axis in self.inner}
+            # Each place along an inner axis has summed the gradients of its own examples or tokens, for all of a copy
+            # that is not split over the axis.
+            states = self._states_by_axis(of_copies, without_dim=PARTIAL)
+            targets = self._states_by_axis(of_shards, without_dim=None)
             own_sums = [x[0] for x in sums]
             gradients = over_axes(self.inner, reduce_all, own_sums, states, targets)
             return [placed_like(g, x) for x, g in zip(arrays, gradients, strict=True)]
 
         specs = self._stored_specs()
         return self._shard_map(run, in_specs=(specs, self._copy_spec()), out_specs=specs)(self.picked(tree), sums)
+
+    def _states_by_axis(self, dims: Sequence[Mapping[str, int]], *, without_dim: State) -> dict[str, list[State]]:
+        """Returns the states of arrays over each inner axis, given the dims that are split over inner axes.
+
+        Args:
+            dims: of each array, by axis.
+            without_dim: the state of an array that is not split over an axis.
+        """
+        states: dict[str, list[State]] = {}
+        for axis in self.inner:
+            states[axis] = [dims_of_array.get(axis, without_dim) for dims_of_array in dims]
+        return states
 
     def picked(self, tree: Any) -> list[Any]:
         """Returns the leaves of a tree at the positions of these parameters."""
@@ -375,7 +391,7 @@ def _zero_sums(params: Any, placements: Sequence[Placement | None]) -> Any:
     return jax.tree.unflatten(tree, zeros)
 
 
-def _dtype_of_sum(stored: Any, reduced: str) -> Any:
+def _dtype_of_sum(stored: np.dtype, reduced: str) -> DTypeLike:
     if not is_real_float(stored):  # floats of 8 bits have no common dtype with others
         return reduced
     return jnp.promote_types(stored, reduced)

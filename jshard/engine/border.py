@@ -151,6 +151,8 @@ class Arguments:
         after = self._apart((live.args, live.kwargs))
         if _are_same(after.leaves, before.leaves) and _are_equal(after.form, before.form):
             return None
+        # A leaf that was there before is the caller's own, and not an array of the trace: it is left out of the
+        # results.
         numbers = {id(x): number for number, x in enumerate(before.leaves)}
         leaves = [Given(numbers[id(x)]) if id(x) in numbers else x for x in after.leaves]
         return dataclasses.replace(after, leaves=leaves)

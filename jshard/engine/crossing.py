@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 from jax.core import ShapedArray
@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard.engine import stored
 from jshard.engine.rules import Shard, State, Value
+from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.plans.mesh import batch_axes, inner_axes, region_degree
 from jshard.plans.placement import axes_of, spec_over
@@ -99,7 +100,7 @@ class Gathered:
     """The parameters that a call gathered outside of units and kept: the last results of forward."""
 
     avals: tuple[ShapedArray, ...]
-    crossings: Mapping[Any, Crossing]
+    crossings: Mapping[ParameterKey, Crossing]
     """By the parameter's path, dtype and shape."""
 
 
@@ -118,7 +119,7 @@ class Region:
 
     unit: Unit
     name: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
     batch: int
     kept: list[Gathered] = dataclasses.field(default_factory=list)
 
@@ -162,15 +163,16 @@ class Region:
                 dims[dim] = (*axes_of(dims[dim]), axis)
         return PartitionSpec(*dims)
 
-    def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[Any, Value]:
+    def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[ParameterKey, Value]:
         """Returns the parameters gathered outside units that forward keeps for backward, whole or in pieces."""
         # Parameters alone: what else was gathered outside of units is a value of this program, and no operand of
         # backward.
         own = resharded(self.unit, is_root=not self.unit.nested)
         tied = self._resharded_as_tied()
-        placements = {
-            crossing.parameter: crossing.shard.placement for crossing in operands if crossing.shard is not None
-        }
+        placements = {}
+        for crossing in operands:
+            if crossing.shard is not None:
+                placements[crossing.parameter] = crossing.shard.placement
         kept = {}
         for key, value in p.kept_whole.items():
             if not isinstance(key, tuple):
@@ -191,7 +193,7 @@ class Region:
         settings = {unit.name: unit.reshard_after_forward for unit in plan.units}
         return {leaf.path: settings[leaf.unit] for leaf in plan.leaves if leaf.sharers}
 
-    def copies(self, avals: Sequence[ShapedArray]) -> dict[Any, Crossing] | None:
+    def copies(self, avals: Sequence[ShapedArray]) -> dict[ParameterKey, Crossing] | None:
         """Returns which parameters the copies of these types are; None where that is not certain."""
         # An equation has arrays alone, so copies are known by their types. Where two calls of the region have kept
         # different parameters of the same types, the copies are left, and the parameters gathered again.

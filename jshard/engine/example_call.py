@@ -47,6 +47,7 @@ class Body:
         )
 
 
+# Without a partitioner the equation is the function itself: outside of a region, and where it was gathered for.
 def _run(*arrays: jax.Array, body: Body) -> Sequence[jax.Array]:
     return body.run(*arrays)
 

@@ -32,6 +32,8 @@ Shape = tuple[int, ...]
 def differentiable(body: Body) -> Callable[..., list[jax.Array]]:
     """Returns the call of a body, which can be differentiated any number of times in reverse mode."""
 
+    # The primitive has no rule for derivatives, as that of the whole batch's program is not what a shard runs. Backward
+    # is again such a call, so derivatives of any order are equations.
     @jax.custom_vjp
     def call(*arrays: jax.Array) -> list[jax.Array]:
         return per_example_p.bind(*arrays, body=body)
@@ -111,6 +113,7 @@ class _Derivative:
         self.used = self._operands_of_backward(out_avals)
 
     def _operands_of_backward(self, out_avals: Sequence[ShapedArray]) -> list[bool]:
+        # What backward does not read need not be kept for it: a layer's input may be large.
         reused_avals = [out_avals[k] for k in self.from_outs.values()]
         cotangents = picked(self.out_has_gradient, out_avals)
         program = jax.make_jaxpr(self._gradients)(self.avals, reused_avals, list(self.saved_avals.values()), cotangents)

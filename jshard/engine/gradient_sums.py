@@ -189,6 +189,7 @@ def _summed_together(
     gradients: Sequence[jax.Array], placements: Sequence[Placement], mesh: Mesh
 ) -> dict[int, PartialSum]:
     """Returns the sums of small gradients that are not stored in shards, by position: of each dtype one array."""
+    # Small ones that are not sharded are summed over all axes, so their all-reduce has no second step to leave open.
     groups: dict[tuple[jnp.dtype, str], list[int]] = {}
     for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
         is_small = 0 < x.size * x.dtype.itemsize < JOINED_BYTES
@@ -220,7 +221,10 @@ def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Pla
     for members in groups.values():
         first, _ = members[0]
         placement = placements[first]  # for what all of the group have in common
-        # The sharded dim comes first, and is cut into a row for each shard; the rows of all gradients are joined.
+        # The sharded dim comes first, and is cut into a row for each shard; the rows of all gradients are joined:
+        #
+        #     gradient a    [ a of shard 0 ] [ a of shard 1 ]         row of shard 0    [ a of 0 | b of 0 ]
+        #     gradient b    [ b of shard 0 ] [ b of shard 1 ]   -->   row of shard 1    [ a of 1 | b of 1 ]
         ordered = [jnp.moveaxis(with_padding(gradients[i], placements[i]), dim, 0) for i, dim in members]
         rows = [x.astype(placement.reduce_dtype).reshape(lax.axis_size(FSDP), -1) for x in ordered]
         (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement)

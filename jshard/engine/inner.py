@@ -63,7 +63,8 @@ def _batched(
     xs: Sequence[Any], dims: Sequence[int], *, axis: str, dim: int | str | None, tensor_dim: int | None
 ) -> tuple[Any, int]:
     """Binds the instruction to an array with one more dim, which `jax.vmap` has inserted."""
-    x, batch_dim = xs[0], dims[0]
+    (x,) = xs
+    (batch_dim,) = dims
 
     def shifted(number: Any) -> Any:
         if isinstance(number, int) and batch_dim <= number:
@@ -118,6 +119,8 @@ class InnerPartitioner(Partitioner):
 
     def equation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that define what happens over the axis are not in the table."""
+        # Before the rules, because these collectives of the data shard's program are over other axes: as equations they
+        # would be run over those alone, and the value be left split or partial over this one.
         name = eqn.primitive.name
         if name == "over_axis":
             return [self._follow(eqn, values[0], **eqn.params)]
@@ -265,6 +268,7 @@ def over_axis(
     Returns:
         The parts of the results, the dims that they are split along, and the collectives over the axis.
     """
+    # Traced for the whole axis, as a model is for the whole batch; then run on a part by the same rules.
     types = [_whole_type(x, state, degree) for x, state in zip(arrays, states, strict=True)]
     closed = jax.make_jaxpr(program)(*types)
 

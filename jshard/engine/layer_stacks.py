@@ -85,7 +85,7 @@ def _stacks(paths: Iterable[str]) -> dict[str, str]:
 
 def _common_module(paths: Iterable[str]) -> str:
     """Returns the longest path of modules that all parameters are inside of; empty for the root."""
-    modules = [path.split("/")[:-1] for path in paths]
+    modules = [path.split("/")[:-1] for path in paths]  # the last name is the parameter's own
     common: list[str] = []
     for names in zip(*modules, strict=False):
         if len(set(names)) > 1:

@@ -99,11 +99,12 @@ class MethodCall:
         """Describes where another call's module differs in structure; empty if it does not."""
         mine = self._types()
         theirs = other._types()
-        different = [path for path in dict.fromkeys([*mine, *theirs]) if mine.get(path) != theirs.get(path)]
-        if different:
-            return "; ".join(
-                f"{dotted(path[1:])}: {mine.get(path, 'none')} and {theirs.get(path, 'none')}" for path in different[:4]
-            )
+        differences = []
+        for path in dict.fromkeys([*mine, *theirs]):
+            if mine.get(path) != theirs.get(path):
+                differences.append(f"{dotted(path[1:])}: {mine.get(path, 'none')} and {theirs.get(path, 'none')}")
+        if differences:
+            return "; ".join(differences[:4])
         if self._graphdef != other._graphdef:
             return "their attributes or annotations differ."
         return ""

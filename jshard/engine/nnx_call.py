@@ -177,12 +177,12 @@ class NnxCall:
         results = border.results(out, arguments, self.location)
         result_arrays, result_leaves = _divided(results.leaves)
         changed_arguments = self._parts.arguments.changes(arguments, self.location)
-        if changed_arguments is None:
-            argument_form = None
-            argument_arrays, argument_leaves = [], []
-        else:
+        argument_form = None
+        leaves_of_arguments: Sequence[Any] = ()
+        if changed_arguments is not None:
             argument_form = changed_arguments.form
-            argument_arrays, argument_leaves = _divided(changed_arguments.leaves)
+            leaves_of_arguments = changed_arguments.leaves
+        argument_arrays, argument_leaves = _divided(leaves_of_arguments)
         state_arrays, state_tree = jax.tree.flatten([raw(v) for _, v in changed_state])
         # Equal calls share the outcome: it must hold no array of this trace, which ends here.
         empty_state = [(path, v.replace(None)) for path, v in changed_state]

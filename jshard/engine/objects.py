@@ -142,6 +142,7 @@ def attributes(x: Any) -> dict[str, Any]:
 
 def _set_attribute(x: Any, name: str, value: Any) -> None:
     """Stores an attribute as `attributes` returns it, in an object that may be frozen."""
+    # Past `__setattr__` and properties of the class, which may do more than store, or refuse.
     member = inspect.getattr_static(type(x), name, None)
     if isinstance(member, types.MemberDescriptorType):
         member.__set__(x, value)
@@ -250,7 +251,7 @@ def _value_of(leaf: Any, made: list[Any], arguments: Sequence[Any]) -> Any:
 
 def _new_object(form: ObjectForm, leaves: Iterator[Any], made: list[Any], arguments: Sequence[Any]) -> Any:
     """Returns a new object: it exists before its values, which may refer to it."""
-    make: Any = form.kind.__new__
+    make: Any = form.kind.__new__  # without `__init__`, which would compute its attributes again, from other arguments
     new = make(form.kind)
     made.append(new)
     values = form.values.together(leaves, made, arguments)

@@ -19,6 +19,7 @@ from jshard.engine.program import evaluate_jaxpr
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule.barriers import available_together
 from jshard.engine.schedule.prefetch import shards_gathered_by
+from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.unit_call import BACKWARD, FORWARD
 from jshard.engine.unsplit import LocalProduct, TracedCall, products_that_depend, warn_of_whole
@@ -71,7 +72,7 @@ class _Execution:
         kept: how the copies leave that it returns behind them.
     """
 
-    def __init__(self, call: "RegionCall", operands: list[Crossing], copies: Mapping[Any, Crossing]) -> None:
+    def __init__(self, call: "RegionCall", operands: list[Crossing], copies: Mapping[ParameterKey, Crossing]) -> None:
         self._call = call
         self._region = call.region
         self._operands = operands
@@ -79,7 +80,7 @@ class _Execution:
         self._targets = [resolved(target) for target in call.targets]
         self._out_specs: list[PartitionSpec] = []
         self.leaving: list[Crossing] = [Crossing(None)] * len(call.program.jaxpr.out_avals)
-        self.kept: dict[Any, Crossing] = {}
+        self.kept: dict[ParameterKey, Crossing] = {}
 
     @property
     def _entering(self) -> list[Crossing]:
@@ -140,19 +141,24 @@ class _Execution:
         region = self._region
         call = self._call
         num_operands = len(self._operands)
-        operands = [crossing.enter(x) for crossing, x in zip(self._operands, xs[:num_operands], strict=True)]
+        operands = []
+        for crossing, x in zip(self._operands, xs[:num_operands], strict=True):
+            operands.append(crossing.enter(x))
         copies = {}
         for (key, crossing), x in zip(self._copies.items(), xs[num_operands:], strict=True):
             copies[key] = crossing.enter(x)
+        # A partitioner for each trace: what it caches are tracers of this one.
         batch_sizes = [region.batch] if region.batch else []
         p = ShardedPartitioner(region.mesh, batch_sizes, copies, region.unit.name or "(root)")
         results = self._results(p, operands)
 
         mixing.note(region.unit, region.name, call.part, p.moved)
+        # Of forward alone: the limits of these warnings are for what it computes.
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
             self._warn_of_whole([record for record in p.records if isinstance(record, LocalProduct)])
 
+        # Behind the results, so that these keep their positions whatever was gathered.
         kept = region.keeps(p, self._operands) if call.returns_copies else {}
         self.kept = dict.fromkeys(kept, Crossing(None))
         leaving = self._crossings_of_results(results)

@@ -140,6 +140,7 @@ def _arguments_of(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> _Argum
             why=f"in_axes={in_axes!r} for {len(args)} arguments; each must be 0 or None.",
             do=f"js.per_example(fn, in_axes={(0,) * len(args)})",
         )
+    # `in_axes` has one entry for each argument, which may be a tree; each of its arrays has that axis.
     leaves, tree = jax.tree.flatten((args, kwargs))
     axes: list[int | None] = []
     for axis, argument in zip(axis_per_argument, args, strict=True):
@@ -193,7 +194,7 @@ def _different_sizes(arguments: _Arguments, name: str) -> CallError:
 def _place(fn: Callable) -> str:
     """Returns the name of a function, with its file and line."""
     function = inspect.unwrap(fn)
-    while isinstance(function, functools.partial):
+    while isinstance(function, functools.partial):  # which has neither a name nor a file
         function = inspect.unwrap(function.func)
     name = getattr(function, "__qualname__", type(function).__name__)
     code = getattr(function, "__code__", None)

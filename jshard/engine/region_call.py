@@ -77,8 +77,10 @@ class RegionCall(ProgramCall):
     constants: frozenset[int] = frozenset()
     constant_results: frozenset[int] = frozenset()
     adjoint: Adjoint | None = None
-    _derivatives: dict[Any, Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
-    _partitions: dict[Any, Partition] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _derivatives: dict[tuple[bool, ...], Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _partitions: dict[tuple[ShapedArray, ...], Partition] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __repr__(self) -> str:
         """Returns what a printed jaxpr shows of it."""
@@ -166,9 +168,12 @@ class RegionCall(ProgramCall):
             has_gradient(aval) and i not in self.constant_results for i, aval in enumerate(jaxpr.out_avals)
         )
         num_operands = len(wrt)
-        tangent_operands = [of_tangent(crossing) for crossing in picked(wrt, self.operands)]
-        is_example = [i in self.examples for i in range(num_operands)]
-        tangents_of_examples = {num_operands + k for k, is_one in enumerate(picked(wrt, is_example)) if is_one}
+        differentiated = [i for i, is_differentiated in enumerate(wrt) if is_differentiated]
+        tangent_operands = [of_tangent(self.operands[i]) for i in differentiated]
+        tangents_of_examples = set()  # their positions: tangents are the operands behind the others
+        for position, i in enumerate(differentiated, num_operands):
+            if i in self.examples:
+                tangents_of_examples.add(position)
         num_targets = len(self.targets)
         order = Pushforward.order_of(has_tangent, num_targets)
         with_tangent = has_tangent[:num_targets]
@@ -194,18 +199,20 @@ class RegionCall(ProgramCall):
         known = [i for i, is_linear in enumerate(linear) if not is_linear]  # the operands that stay operands
         num_params = sum(i < self.program.num_params for i in known)
         cotangents = [self._result_crossing(i) for i, is_live in enumerate(live) if is_live]
+        examples = frozenset(k for k, i in enumerate(known) if i in self.examples)
+        constants = frozenset(k for k, i in enumerate(known) if i in self.constants)
         return dataclasses.replace(
             self,
             program=Program(transposed_program(self.program.jaxpr, linear, live), num_params),
             avals=(*others(linear, self.avals), *picked(live, self.result_avals)),
             operands=(*others(linear, self.operands), *cotangents),
-            examples=frozenset(k for k, i in enumerate(known) if i in self.examples),
+            examples=examples,
             targets=tuple(picked(linear, self.operands)),
             target_avals=tuple(picked(linear, self.avals)),
             phase=BACKWARD,
             part=f"transpose of {self.part}",
             returns_copies=False,
-            constants=frozenset(k for k, i in enumerate(known) if i in self.constants),
+            constants=constants,
             constant_results=frozenset(),
             adjoint=None,
         )
@@ -239,13 +246,15 @@ class RegionCall(ProgramCall):
 
         operands = self._operands_over(over, is_mapped, is_batch=is_batch)
         jaxpr, is_mapped_result = mapped_program(self.program.jaxpr, size, is_mapped)
+        # An operand that is not mapped stays as it is stored, which may be padded. A mapped one enters without padding.
+        avals = merged(is_mapped, picked(is_mapped, jaxpr.in_avals), others(is_mapped, self.avals))
         # A gradient for each row is not stored like its parameter.
         has_target = not any(is_mapped_result[: len(self.targets)])
         call = dataclasses.replace(
             self,
             region=over,
             program=Program(jaxpr, self.program.num_params, remat=self.program.remat),
-            avals=tuple(merged(is_mapped, picked(is_mapped, jaxpr.in_avals), others(is_mapped, self.avals))),
+            avals=tuple(avals),
             operands=tuple(operands),
             targets=self.targets if has_target else (),
             target_avals=self.target_avals if has_target else (),
@@ -289,7 +298,8 @@ class MappedRegionCall(MappedCall):
         for x, crossing, is_mapped in zip(operands, self.before.operands, self.is_mapped_operand, strict=True):
             shard = crossing.shard if isinstance(crossing, Crossing) else None
             if is_mapped and shard is not None:
-                x = jax.vmap(functools.partial(stored.without_padding, placement=shard.placement))(fetched(x))
+                cut = functools.partial(stored.without_padding, placement=shard.placement)
+                x = jax.vmap(cut)(fetched(x))
             entered.append(x)
         return entered
 
@@ -311,7 +321,8 @@ class MappedRegionCall(MappedCall):
 def _padded(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     if x.shape == tuple(shape):
         return x
-    return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
+    widths = [(0, padded_size - size) for size, padded_size in zip(x.shape, shape, strict=True)]
+    return jnp.pad(x, widths)
 
 
 def _guessed(region: Region, shape: Sequence[int]) -> Crossing:

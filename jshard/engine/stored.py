@@ -111,9 +111,12 @@ def beside_automatic_axes(collective: Collective, x: jax.Array, placement: Place
 def automatic_axes(x: jax.Array, placement: Placement) -> set[str]:
     """Returns the axes over which the compiler splits a parameter."""
     manual = _compat.manual_axes()
-    return {axis for entry in _spec_of(x, placement) for axis in axes_of(entry) if axis not in manual}
+    axes: set[str] = set()
+    for entry in _spec_of(x, placement):
+        axes.update(axis for axis in axes_of(entry) if axis not in manual)
+    return axes
 
 
-def _spec_of(x: jax.Array, placement: Placement) -> tuple[Any, ...]:
+def _spec_of(x: jax.Array, placement: Placement) -> tuple[str | tuple[str, ...] | None, ...]:
     """Returns the entries of the spec for the dims of an array; a row of a stack lacks the first ones."""
     return tuple(placement.spec[len(placement.spec) - x.ndim :])

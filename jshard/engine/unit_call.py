@@ -32,7 +32,8 @@ from jshard.engine.values import has_gradient
 from jshard.plans.policies import Prefetch
 from jshard.plans.units import OWN
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 
 unit_p = Primitive("unit")
 """A unit's program. Its first operands are the unit's parameters, in their stored dtypes.
@@ -87,7 +88,9 @@ class UnitCall(ProgramCall):
     constants: frozenset[int] = frozenset()
     constant_results: frozenset[int] = frozenset()
     adjoint: Adjoint | None = None
-    _derivatives: dict[Any, Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _derivatives: dict[tuple[tuple[bool, ...], tuple[np.dtype, ...]], Derivative] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __repr__(self) -> str:
         """Returns what a printed jaxpr shows of it."""
@@ -308,10 +311,10 @@ def _cast_to(arrays: Sequence[Any], dtypes: Sequence[np.dtype]) -> list[Any]:
 # With the effects of its program: an equation without effects and without a reader is removed, and a callback with it.
 @unit_p.def_effectful_abstract_eval
 def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[Any], Any]:
-    avals = [
-        aval.update(dtype=dtype, weak_type=aval.weak_type and aval.dtype == dtype)
-        for aval, dtype in zip(jaxpr.out_avals, call.out_dtypes, strict=True)
-    ]
+    avals = []
+    for aval, dtype in zip(jaxpr.out_avals, call.out_dtypes, strict=True):
+        is_weak = aval.weak_type and aval.dtype == dtype  # a cast makes a strong type
+        avals.append(aval.update(dtype=dtype, weak_type=is_weak))
     return avals, jaxpr.effects
 
 

@@ -149,6 +149,7 @@ def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwa
     with attention_again(unit.policy.remat == ATTENTION_AGAIN):
         run = checkpointed(computes_in(call, unit.policy.mixed_precision), unit.policy.remat)
         outs = run(params, call.inputs)
+    assert call.result is not None, "the body has run"
     passed = 2 * len(call.written)  # parameters that a transformation wrote back
     return _split_along_batch(call.finish(outs[: len(outs) - passed], call.result), unit)
 

@@ -238,7 +238,7 @@ class Scan:
 
     def _trace_iteration(self, states: list[State]) -> TracedIteration:
         """Traces one iteration for states of the carry. `row_states` and `passed_through` are of the last trace."""
-        start = [self.p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
+        start = self._carried(self.carry, states)
         row_types = [row_type(v.x) for v in self.scanned]
         states_after: list[State] = []
 
@@ -254,15 +254,20 @@ class Scan:
                 # Replaced, not extended: JAX may trace the function again.
                 states_after[:] = [v.state for v in new_carry]
                 self.row_states = [v.state for v in stacked]
-                # A stored row that the body returns unread: stacked, the rows are the operand again.
+                # A stored row that the body returns unread: stacked, the rows are the operand again. `nnx.remat` and
+                # the like return each parameter that they were given.
                 positions = {v: i for i, v in enumerate(scanned) if v.is_stored}
                 self.passed_through = [positions.get(v) for v in stacked]
                 with self.recorded_times(self.length):
-                    carried = [self.p.in_state(v, state).x for v, state in zip(new_carry, states, strict=True)]
+                    carried = self._carried(new_carry, states)
                 return carried, [v.x for v in stacked if v not in positions]
 
         program = jax.make_jaxpr(step)(_crossing_arrays(self.shared), start, row_types)
         return TracedIteration(states, list(states_after), start, program)
+
+    def _carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[Any]:
+        """Returns the arrays of a carry in given states."""
+        return [self.p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
 
     def body_arguments(
         self, carry: list[Value], scanned: list[Value], shared_xs: Sequence[Any] | None = None

@@ -51,7 +51,8 @@ def _num_terms_of_ragged_dot(eqn: JaxprEqn) -> float:
 
 def _free_dims(ndim: int, *taken: Sequence[int]) -> list[int]:
     """Returns the dims of an operand that are neither contracted nor batched."""
-    return [d for d in range(ndim) if not any(d in dims for dims in taken)]
+    all_taken = {d for dims in taken for d in dims}
+    return [d for d in range(ndim) if d not in all_taken]
 
 
 @rule("dot_general", linear=IN_EITHER, resizes_batch=True)
@@ -83,8 +84,10 @@ def dot_general(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     right_free = _free_dims(right.ndim, right_contracted, right_batch)
     keeps_left = left.is_split and (not right.is_split or left.bytes >= right.bytes)
     if keeps_left:
-        return same(p, eqn, [left, p.whole(right)], num_batch + left_free.index(left.dim))
-    return same(p, eqn, [p.whole(left), right], num_batch + len(left_free) + right_free.index(right.dim))
+        dim = num_batch + left_free.index(left.dim)
+        return same(p, eqn, [left, p.whole(right)], dim)
+    dim = num_batch + len(left_free) + right_free.index(right.dim)
+    return same(p, eqn, [p.whole(left), right], dim)
 
 
 @inverse_rule("dot_general", is_costly=True)
@@ -118,7 +121,8 @@ def conv_general_dilated(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -
         return same(p, eqn, [left, p.whole(right)], dims.out_spec[0])
     if not is_grouped and (left.state == left_features or right.state == right_features):
         # As in a kernel's gradient, which contracts the batch.
-        return same(p, eqn, [p.split(left, left_features), p.split(right, right_features)], PARTIAL)
+        local = [p.split(left, left_features), p.split(right, right_features)]
+        return same(p, eqn, local, PARTIAL)
     if right.state == right_outputs and not is_grouped and not is_batch_grouped:
         return same(p, eqn, [p.whole(left), right], dims.out_spec[1])
     return None
@@ -173,7 +177,8 @@ def _ragged_dot_on_free_dim(p: Partitioner, eqn: JaxprEqn, operands: list[Value]
     if left.is_split and left.dim in left_free:
         if left.dim == ragged_dim:
             sizes = _sizes_on_shard(p, sizes, left.shape[ragged_dim])
-        return same(p, eqn, [left, p.whole(right), sizes], num_group_dims + left_free.index(left.dim))
+        dim = num_group_dims + left_free.index(left.dim)
+        return same(p, eqn, [left, p.whole(right), sizes], dim)
     if right.is_split and right.dim in right_free:
         dim = num_group_dims + len(left_free) + right_free.index(right.dim)
         return same(p, eqn, [p.whole(left), right, sizes], dim)

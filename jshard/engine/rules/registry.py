@@ -147,6 +147,7 @@ class PrimitiveRecord:
     resizes_batch: bool = False
 
 
+# Filled while the modules of rules are imported, which the partitioner does; a user's rule may be entered later.
 PRIMITIVES: dict[str, PrimitiveRecord] = {}
 """The record of each primitive, by name."""
 

@@ -60,6 +60,9 @@ class Provenance:
         return self.eqn.primitive.name
 
 
+# Compared by identity: values are keys of what was gathered, planned or is pending, and their arrays are tracers, which
+# cannot be compared. Mutable: where a barrier orders an array that the program already holds, all of its readers must
+# see the one behind the barrier.
 @dataclasses.dataclass(eq=False)
 class Value:
     """A value on one shard: the array that the shard holds, and how the shards' arrays make up the value.
@@ -136,6 +139,7 @@ class Value:
 
     def with_array(self, x: Any) -> "Value":
         """Returns another array in the same state, without conversions and provenance."""
+        # Those are of the old array: its equation does not compute the new one.
         return Value(x, self.state, index_dims=self.index_dims, parameter=self.parameter)
 
 
@@ -157,7 +161,7 @@ def with_arrays(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
 def array_bytes(x: Any) -> int:
     """Returns the bytes of an array, or of its shape and dtype. A typed key counts as one word."""
     num_elements = math.prod(x.shape)
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # no dtype of NumPy's
         return num_elements * 4
     return num_elements * np.dtype(x.dtype).itemsize
 
