@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jshard import _compat
 from jshard.engine.context import during
@@ -19,7 +19,7 @@ from jshard.engine.gradient_sums import reduce_gradient
 from jshard.engine.inner import over_axes
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.stored import inner_dims
-from jshard.engine.weighted import MeanShares, nonzero, value_and_weight
+from jshard.engine.weighted import MeanShares, WeightedMean, nonzero, value_and_weight
 from jshard.errors import CallError
 from jshard.plans.memories import back, fetched, key_texts, placed_like, to_device
 from jshard.plans.mesh import (
@@ -37,8 +37,10 @@ from jshard.plans.placement import Placement, spec_over
 from jshard.plans.policies import is_real_float
 from jshard.plans.units import Unit
 
+PyTree = Any
 
-def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
+
+def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
     """Splits a batch so that every data shard keeps its own examples: microbatch i has rows i, i + steps, and so on.
 
     Contiguous microbatches would be on a few data shards each, and every step would send their rows to the others.
@@ -61,12 +63,12 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     num_parts = steps * data_degree(unit.mesh)
     row_counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x) and not _may_be_keys(x)}
 
-    def is_keys(x: Any) -> bool:
+    def is_keys(x: ArrayLike) -> bool:
         return _may_be_keys(x) and not _is_by_row(x, row_counts, num_parts)
 
     _check_rows_divide(batch, is_keys, steps, num_parts, name)
 
-    def cut(x: Any) -> jax.Array:
+    def cut(x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         if is_keys(x):
             return _split_keys(x, steps)
@@ -80,7 +82,9 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     return jax.tree.map(cut, batch)
 
 
-def _check_rows_divide(batch: Any, is_keys: Callable[[Any], bool], steps: int, num_parts: int, name: str) -> None:
+def _check_rows_divide(
+    batch: PyTree, is_keys: Callable[[ArrayLike], bool], steps: int, num_parts: int, name: str
+) -> None:
     places = []
     for path, x in jax.tree.leaves_with_path(batch):
         shape = jnp.shape(x)
@@ -105,11 +109,11 @@ def _microbatch_spec(x: jax.Array, mesh: AnyMesh) -> PartitionSpec:
     return PartitionSpec(None, data_axes(mesh))
 
 
-def _is_typed_key(x: Any) -> bool:
+def _is_typed_key(x: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def _may_be_keys(x: Any) -> bool:
+def _may_be_keys(x: ArrayLike) -> bool:
     """Returns whether an array holds typed keys, or has the form of one raw key, as from `jax.random.PRNGKey`."""
     if _is_typed_key(x):
         return True
@@ -119,7 +123,7 @@ def _may_be_keys(x: Any) -> bool:
     return jnp.result_type(x) == raw.dtype and jnp.shape(x) == raw.shape
 
 
-def _is_by_row(x: Any, rows: set[int], parts: int) -> bool:
+def _is_by_row(x: ArrayLike, rows: set[int], parts: int) -> bool:
     """Returns whether an array of keys, or of the form of a raw key, has a row for each row of the batch."""
     if not jnp.ndim(x):
         return False
@@ -146,7 +150,7 @@ class Copies:
         missed: whether a call has gathered on its own.
     """
 
-    def __init__(self, stored: Sequence[Any], copies: Sequence[Any]) -> None:
+    def __init__(self, stored: Sequence[jax.Array], copies: Sequence[jax.Array]) -> None:
         # By identity: a call gets parameters, not their paths. While copies are available, the trace holds the stored
         # arrays, so that no other array can have one of these ids.
         self.by_id = {id(x): copy for x, copy in zip(stored, copies, strict=True)}
@@ -180,7 +184,7 @@ class GatheredOnce:
         self.mesh = mesh
         self.inner = {axis: degree(mesh, axis) for axis in inner_axes(mesh)}
 
-    def gather(self, tree: Any) -> list[jax.Array]:
+    def gather(self, tree: PyTree) -> list[jax.Array]:
         """Gathers every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
         if not self.positions:
             return []
@@ -200,7 +204,7 @@ class GatheredOnce:
 
         return self._shard_map(run, in_specs=(self._stored_specs(),), out_specs=self._copy_spec())(self.picked(tree))
 
-    def reduce(self, tree: Any, sums: list[jax.Array]) -> list[jax.Array]:
+    def reduce(self, tree: PyTree, sums: list[jax.Array]) -> list[jax.Array]:
         """Reduces each data shard's gradients of its copies to the stored shards, in the dtypes of the sums."""
         if not self.positions:
             return []
@@ -238,12 +242,12 @@ class GatheredOnce:
             states[axis] = [dims_of_array.get(axis, without_dim) for dims_of_array in dims]
         return states
 
-    def picked(self, tree: Any) -> list[Any]:
+    def picked(self, tree: PyTree) -> list[jax.Array]:
         """Returns the leaves of a tree at the positions of these parameters."""
         leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in self.positions]
 
-    def names(self, tree: Any) -> list[str]:
+    def names(self, tree: PyTree) -> list[str]:
         """Returns their paths in a tree, as text."""
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         return ["/".join(key_texts(paths[i])) for i in self.positions]
@@ -287,16 +291,16 @@ class Loss:
         name: of the model, for messages.
     """
 
-    run: Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
-    params: Any
-    frozen: Any
-    state: Any
+    run: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[jax.Array | WeightedMean, tuple[PyTree, PyTree]]]
+    params: PyTree
+    frozen: PyTree
+    state: PyTree
     placements: tuple[Sequence[Placement | None], Sequence[Placement | None]]
     root: Unit
     name: str
 
 
-def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.Array, Any, Any, Any]:
+def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
     """Computes a loss and its gradients over microbatches.
 
     Args:
@@ -317,7 +321,9 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     frozen_copies = frozen_once.gather(loss.frozen)
 
     # With respect to the copies, too: what calls take of them is the part of the gradient that is reduced at the end.
-    def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any, Any]]:
+    def run(
+        params: PyTree, copies: list, state: PyTree, part: PyTree
+    ) -> tuple[jax.Array, tuple[PyTree, PyTree, jax.Array | None]]:
         stored = params_once.picked(params) + frozen_once.picked(loss.frozen)
         available = Copies(stored, copies + frozen_copies)
         with during(gathered_copies, available if once else None):
@@ -330,7 +336,7 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     # program does not have it as a function.
     grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)
 
-    def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
+    def step(carry: tuple, part: PyTree) -> tuple[tuple, PyTree]:
         total, sums, state, weight_before = carry
         (value, (aux, state, weight)), grads = grad(loss.params, copies, state, part)
         if weight is None:
@@ -361,14 +367,14 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     return mean, aux, back(grads, loss.params), state
 
 
-def _check_taken(available: Copies, stored: Sequence[Any], names: Sequence[str], model: str) -> None:
+def _check_taken(available: Copies, stored: Sequence[jax.Array], names: Sequence[str], model: str) -> None:
     """Warns of copies that no call has taken, or raises; `names` are the paths of the stored arrays."""
     unused = [name for name, x in zip(names, stored, strict=True) if id(x) not in available.taken]
     if unused:
         _check_unused(unused, len(names), available.missed, model)
 
 
-def _with_reduced_copies(grads: Any, once: GatheredOnce, reduced: Sequence[jax.Array]) -> Any:
+def _with_reduced_copies(grads: PyTree, once: GatheredOnce, reduced: Sequence[jax.Array]) -> PyTree:
     """Returns the gradients of parameters, with those of their copies added."""
     # Both are parts of one gradient: a loss may use a parameter outside of the model as well, as a penalty does.
     leaves, tree = jax.tree.flatten(grads)
@@ -377,7 +383,7 @@ def _with_reduced_copies(grads: Any, once: GatheredOnce, reduced: Sequence[jax.A
     return jax.tree.unflatten(tree, leaves)
 
 
-def _zero_sums(params: Any, placements: Sequence[Placement | None]) -> Any:
+def _zero_sums(params: PyTree, placements: Sequence[Placement | None]) -> PyTree:
     """Returns zeros to add the gradients of microbatches to, stored as their parameters.
 
     They have the reduce dtype: in a narrower stored dtype, gradients that are small beside the sum would be lost. If

@@ -43,7 +43,7 @@ Parameters:
 
 
 @over_axis_p.def_impl
-def _run(x: Any, *, axis: str, dim: int | str | None, tensor_dim: int | None) -> Any:
+def _run(x: jax.Array, *, axis: str, dim: int | str | None, tensor_dim: int | None) -> jax.Array:
     return x
 
 
@@ -60,7 +60,7 @@ mlir.register_lowering(over_axis_p, _lower)
 
 
 def _batched(
-    xs: Sequence[Any], dims: Sequence[int], *, axis: str, dim: int | str | None, tensor_dim: int | None
+    xs: Sequence[jax.Array], dims: Sequence[int], *, axis: str, dim: int | str | None, tensor_dim: int | None
 ) -> tuple[Any, int]:
     """Binds the instruction to an array with one more dim, which `jax.vmap` has inserted."""
     (x,) = xs
@@ -141,7 +141,7 @@ class InnerPartitioner(Partitioner):
         (x,) = self.bind(eqn, [value.x], axes=(*eqn.params["axes"], *self.axes))
         return Value(x)
 
-    def move(self, x: Any, old: int, new: int) -> Any:
+    def move(self, x: jax.Array, old: int, new: int) -> jax.Array:
         """Returns an array split along another dim than before. The compiler would gather it over `tensor` first."""
         if self._tensor_dim is None or TENSOR not in _compat.automatic_axes():
             return super().move(x, old, new)
@@ -209,11 +209,11 @@ class InnerPartitioner(Partitioner):
 
 def over_axes(
     inner: Mapping[str, int],
-    program: Callable[..., Sequence[Any]],
-    arrays: Sequence[Any],
+    program: Callable[..., Sequence[jax.Array]],
+    arrays: Sequence[jax.Array],
     states: Mapping[str, Sequence[State]],
     requested: Mapping[str, Sequence[State]],
-) -> list[Any]:
+) -> list[jax.Array]:
     """Runs `over_axis` over all inner axes, and returns the parts of the results.
 
     Args:
@@ -234,12 +234,12 @@ def over_axes(
 def _parts_of_results(
     axis: str,
     degree: int,
-    program: Callable[..., Sequence[Any]],
+    program: Callable[..., Sequence[jax.Array]],
     states: Sequence[State],
     requested: Sequence[State],
     is_last: bool,
-    *arrays: Any,
-) -> list[Any]:
+    *arrays: jax.Array,
+) -> list[jax.Array]:
     results, _, _ = over_axis(axis, degree, program, arrays, states, requested, is_last=is_last)
     return results
 
@@ -247,13 +247,13 @@ def _parts_of_results(
 def over_axis(
     axis: str,
     degree: int,
-    program: Callable[..., Sequence[Any]],
-    arrays: Sequence[Any],
+    program: Callable[..., Sequence[jax.Array]],
+    arrays: Sequence[jax.Array],
     states: Sequence[State],
     requested: Sequence[State],
     *,
     is_last: bool,
-) -> tuple[list[Any], list[int | None], list[Mixing]]:
+) -> tuple[list[jax.Array], list[int | None], list[Mixing]]:
     """Runs a data shard's program, of arrays that are whole along an inner axis, on the part of one place along it.
 
     Args:
@@ -284,7 +284,7 @@ def over_axis(
     return [v.x for v in leaving], dims, p.moved
 
 
-def _whole_type(x: Any, state: State, degree: int) -> Any:
+def _whole_type(x: jax.Array, state: State, degree: int) -> ShapedArray:
     """Returns the type of an array over the whole axis, of which `x` is the part of one place."""
     shape = list(x.shape)
     if isinstance(state, int):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.core import ShapedArray
@@ -51,7 +51,7 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
     num_taken = num_operands + len(copies)
     execution = _Execution(call, [resolved(crossing) for crossing in call.operands], copies)
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
         return execution.run(*arrays[:num_taken])
 
     jaxpr = jax.make_jaxpr(run)(*avals)
@@ -87,7 +87,7 @@ class _Execution:
         """How all arrays enter: the operands, then the copies."""
         return [*self._operands, *self._copies.values()]
 
-    def run(self, *arrays: Any) -> list[Any]:
+    def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """Runs it. If one device has the whole batch, nothing is gathered or summed: it runs unchanged."""
         region = self._region
         if region.degree == 1:
@@ -107,7 +107,7 @@ class _Execution:
 
     # ---- inner axes
 
-    def _on_part(self, inner: tuple[str, ...], *xs: Any) -> list[Any]:
+    def _on_part(self, inner: tuple[str, ...], *xs: jax.Array) -> list[jax.Array]:
         """Runs the program on one place along inner axes of a data shard."""
         # The innermost axis is the outermost call: its partitioner runs the program that those of the other axes, and
         # the data shard's, have made of it.
@@ -136,7 +136,7 @@ class _Execution:
 
     # ---- a data shard
 
-    def _on_shard(self, *xs: Any) -> list[Any]:
+    def _on_shard(self, *xs: jax.Array) -> list[jax.Array]:
         """Runs the program on one data shard: from its parts of the operands to its parts of the results."""
         region = self._region
         call = self._call

@@ -14,7 +14,7 @@ An equation is tried in this order, and the first that returns results has run i
 """
 
 import contextlib
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,7 +70,7 @@ class Partitioner:
         self.batch_sizes = set(batch_sizes)
         self.records: list[Mixing | LocalProduct] = []
         self.carry_states: dict[Hashable, CarryStates] = {}
-        self.random_bits: dict[tuple, Any] = {}
+        self.random_bits: dict[tuple, Callable[[jax.Array], jax.Array]] = {}
         self.trips = 1
         self.is_last = True
         self.is_quiet = degree == 1
@@ -184,22 +184,22 @@ class Partitioner:
         """Number of this shard."""
         return lax.axis_index(self.axes)
 
-    def gather(self, x: Any, dim: int) -> Any:
+    def gather(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns all shards of an array, one after the other along `dim`."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # by their data, whose first dims are those of the keys
             bits = lax.all_gather(jax.random.key_data(x), self.axes, axis=dim, tiled=True)
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
         return lax.all_gather(x, self.axes, axis=dim, tiled=True)
 
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: jax.Array) -> jax.Array:
         """Returns the sum over the shards, on every shard."""
         return lax.psum(x, self.axes)
 
-    def move(self, x: Any, old: int, new: int) -> Any:
+    def move(self, x: jax.Array, old: int, new: int) -> jax.Array:
         """Returns an array split along another dim than before."""
         return lax.all_to_all(x, self.axes, split_axis=new, concat_axis=old, tiled=True)
 
-    def local_slice(self, x: Any, dim: int) -> Any:
+    def local_slice(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns this shard's part of a whole array."""
         size = x.shape[dim] // self.degree
         return lax.dynamic_slice_in_dim(x, self.shard * size, size, dim)
@@ -215,7 +215,7 @@ class Partitioner:
             value.conversions[None] = Value(self._combined(value))
         return value.conversions[None]
 
-    def _combined(self, value: Value) -> Any:
+    def _combined(self, value: Value) -> jax.Array:
         """Returns the whole array of a partial or a split value."""
         if value.is_partial:
             with self.sends("sum", self.eqn, value.bytes):
@@ -238,7 +238,7 @@ class Partitioner:
             value.conversions[dim] = Value(self._part(value, dim), dim)
         return value.conversions[dim]
 
-    def _part(self, value: Value, dim: int) -> Any:
+    def _part(self, value: Value, dim: int) -> jax.Array:
         """Returns this shard's part of a value along a dim, by whatever sends least."""
         is_combined = None in value.conversions  # then a slice of that sends nothing
         # A reduce-scatter sends half of what an all-reduce does; an all-to-all sends what a shard has, a gather all.
@@ -445,7 +445,7 @@ class Partitioner:
         split.conversions[None] = result  # who reads it whole need not gather it
         return split
 
-    def bind(self, eqn: JaxprEqn, xs: Sequence[Any], **params: Any) -> list[Any]:
+    def bind(self, eqn: JaxprEqn, xs: Sequence[jax.Array], **params: Any) -> list[jax.Array]:
         """Runs the primitive of an equation on other arrays, with some parameters changed."""
         for name in ("sharding", "out_sharding"):
             if name in eqn.params:

@@ -21,7 +21,7 @@ from jshard.engine.values import has_gradient
 from jshard.plans.policies import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
 Atom: TypeAlias = Var | Literal
-Bind = Callable[[JaxprEqn, list[Any]], list[Any]]
+Bind = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
 T = TypeVar("T")
 
 
@@ -87,11 +87,11 @@ class Gradient:
         self._drop_unneeded()  # before forward is made: it returns what is left
         self.forward = ClosedJaxpr(_compat.with_results(jaxpr, [*self._outs, *self.kept]), closed.consts)
 
-    def _forward(self, *operands: Any) -> tuple[list[Any], list[Any]]:
+    def _forward(self, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs the program; returns its results and all residuals, and notes what they are."""
         fixed = others(self.wrt, operands)
 
-        def run(diff: list[Any]) -> tuple[list[Any], list[Any]]:
+        def run(diff: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = evaluate_jaxpr(self.program.jaxpr, merged(self.wrt, diff, fixed))
             self.is_float = [has_gradient(x) for x in outs]
             return picked(self.is_float, outs), others(self.is_float, outs)
@@ -115,7 +115,7 @@ class Gradient:
         num_params = len(which)
         num_given = sum(which)
 
-        def backward(*operands: Any) -> list[Any]:
+        def backward(*operands: jax.Array) -> list[jax.Array]:
             first_given = len(operands) - num_given
             given = operands[first_given:]
             params = merged(which, given, others(which, operands[:num_params]))
@@ -144,7 +144,9 @@ class Gradient:
         each result that is a float.
         """
 
-        def tangents(params: Sequence[Any], kept: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        def tangents(
+            params: Sequence[jax.Array], kept: Sequence[jax.Array], tangents: Sequence[jax.Array]
+        ) -> list[jax.Array]:
             vjp = jax.tree.unflatten(self._tree, self._residual_values(params, kept))
             results = picked(self.is_float, [abstract(atom) for atom in self._outs])
             return _compat.tangents_of(vjp, tangents, results)
@@ -178,7 +180,9 @@ class Gradient:
     def _traced_backward(self, live: tuple[bool, ...]) -> ClosedJaxpr:
         """Returns the backward program that takes all kept values."""
 
-        def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def backward(
+            params: Sequence[jax.Array], kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+        ) -> list[jax.Array]:
             residuals = self._residual_values(params, kept)
             zeros = [_zeros(atom) for atom in others(live, self._outs)]
             every_cotangent = merged(live, cotangents, zeros)
@@ -188,7 +192,7 @@ class Gradient:
         avals = [list(map(abstract, group)) for group in (self._params, self.kept, picked(live, self._outs))]
         return jax.make_jaxpr(backward)(*avals)
 
-    def _residual_values(self, params: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    def _residual_values(self, params: Sequence[jax.Array], kept: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the values of all residuals; those that follow from the parameters alone are computed again."""
         env = dict(self._consts)
         env.update(zip(self._params, params, strict=True))
@@ -224,11 +228,11 @@ def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
 
     # A policy of `jax.checkpoint` sees one equation at a time, and cannot count. So products are named before, and the
     # policy keeps names.
-    def run(*args: Any) -> Any:
+    def run(*args: jax.Array) -> Any:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
         is_turn = itertools.cycle([True, False])
 
-        def bind(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+        def bind(eqn: JaxprEqn, xs: list[jax.Array]) -> list[jax.Array]:
             if eqn.primitive.name == "jit":
                 return evaluate_jaxpr(eqn.params["jaxpr"], xs, bind)
             results = _compat.bind(eqn, xs)
@@ -254,7 +258,7 @@ def _zeros(a: Atom) -> jax.Array:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[Any], bind: Bind = _compat.bind) -> list[Any]:
+def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[jax.Array], bind: Bind = _compat.bind) -> list[jax.Array]:
     """Runs a closed jaxpr inline, like `jax.core.eval_jaxpr`, keeping the user's lines and names."""
     jaxpr = closed.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
@@ -263,7 +267,7 @@ def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[Any], bind: Bind = _c
 
 def _evaluate(
     equations: Sequence[JaxprEqn], env: dict[Var, Any], results: Sequence[Atom], bind: Bind = _compat.bind
-) -> list[Any]:
+) -> list[jax.Array]:
     """Runs equations on the values in `env`, which gets theirs; returns the values of some atoms."""
 
     def read(atom: Atom) -> Any:

@@ -51,7 +51,7 @@ class ProgramCall(abc.ABC):
     adjoint: "Adjoint | None"
 
     @abc.abstractmethod
-    def bind(self, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Calls the program on operands; returns its results, then copies."""
 
     @abc.abstractmethod
@@ -70,7 +70,9 @@ class ProgramCall(abc.ABC):
         linear operands.
         """
 
-    def copies_of(self, outs: Sequence[Any], primals: Sequence[Any], staged: ClosedJaxpr | None) -> Sequence[Any]:
+    def copies_of(
+        self, outs: Sequence[jax.Array], primals: Sequence[jax.Array], staged: ClosedJaxpr | None
+    ) -> Sequence[jax.Array]:
         """Returns the copies that an equation returns, given those that its derivative's forward has returned."""
         del primals, staged
         return outs
@@ -160,11 +162,11 @@ class MappedCall:
     call: ProgramCall
     is_mapped: tuple[bool, ...]
 
-    def enter(self, operands: Sequence[Any]) -> list[Any]:
+    def enter(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns operands, mapped along dim 0, as the call takes them."""
         return list(operands)
 
-    def leave(self, results: Sequence[Any]) -> list[Any]:
+    def leave(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns results, mapped along dim 0, as those of the call that was mapped."""
         return list(results)
 
@@ -244,7 +246,7 @@ def _pushed_forward(
     return results, merged(pushforward.has_tangent, result_tangents, zeros)
 
 
-def _zero_tangent(x: Any) -> ad.Zero:
+def _zero_tangent(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
@@ -272,8 +274,8 @@ def transpose_rule(
 
 
 def batch_rule(
-    operands: Sequence[Any], dims: Sequence[int | None], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
-) -> tuple[list[Any], list[int | None]]:
+    operands: Sequence[jax.Array], dims: Sequence[int | None], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
+) -> tuple[list[jax.Array], list[int | None]]:
     """Calls the program over one more dim; returns results and where each has that dim."""
     num_operands = len(call.program.jaxpr.in_avals)
     is_mapped = [dim is not None for dim in dims]
@@ -302,7 +304,7 @@ def batch_rule(
 _FIRST = 0  # the dim along which mapped operands and results have their rows
 
 
-def mapped_size(operands: Sequence[Any], dims: Sequence[int | None]) -> int:
+def mapped_size(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
     """Returns the number of rows of the operands that are mapped; JAX has compared them."""
     for x, dim in zip(operands, dims, strict=True):
         if dim is not None:
@@ -310,7 +312,7 @@ def mapped_size(operands: Sequence[Any], dims: Sequence[int | None]) -> int:
     raise ValueError("Nothing is mapped.")
 
 
-def _with_rows_first(x: Any, dim: int | None) -> Any:
+def _with_rows_first(x: jax.Array, dim: int | None) -> jax.Array:
     return x if dim is None else jnp.moveaxis(x, dim, _FIRST)
 
 
@@ -332,7 +334,7 @@ def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> 
         shape = (size, *aval.shape) if has_rows else aval.shape
         rows.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 
-    def run(*xs: Any) -> list[Any]:
+    def run(*xs: jax.Array) -> list[jax.Array]:
         return evaluate_jaxpr(jaxpr, xs)
 
     mapped = jax.vmap(
@@ -349,11 +351,11 @@ def transposed_program(jaxpr: ClosedJaxpr, linear: Sequence[bool], live: Sequenc
     avals = [abstract(v) for v in jaxpr.jaxpr.invars]
     num_known = len(avals) - sum(linear)
 
-    def transposed(*operands: Any) -> list[Any]:
+    def transposed(*operands: jax.Array) -> list[jax.Array]:
         known = operands[:num_known]
         cotangents = operands[num_known:]
 
-        def of_linear(*xs: Any) -> list[Any]:
+        def of_linear(*xs: jax.Array) -> list[jax.Array]:
             return picked(live, evaluate_jaxpr(jaxpr, merged(linear, xs, known)))
 
         return list(jax.linear_transpose(of_linear, *picked(linear, avals))(list(cotangents)))
@@ -376,12 +378,12 @@ def pushforward_program(
     """Returns the program that computes results and tangents, in an order, from operands and the tangents of some."""
     avals = [abstract(v) for v in jaxpr.jaxpr.invars]
 
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: jax.Array) -> list[jax.Array]:
         primals = operands[: len(avals)]
         tangents = operands[len(avals) :]
         fixed = others(wrt, primals)
 
-        def of_variables(*variables: Any) -> list[Any]:
+        def of_variables(*variables: jax.Array) -> list[jax.Array]:
             return evaluate_jaxpr(jaxpr, merged(wrt, variables, fixed))
 
         results, result_tangents = jax.jvp(of_variables, tuple(picked(wrt, primals)), tuple(tangents))

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +85,7 @@ class RegionCall(ProgramCall):
         """Returns what a printed jaxpr shows of it."""
         return f"<{self.part} of {self.region.name}>"
 
-    def bind(self, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Calls the program."""
         return region_p.bind(*operands, call=self, jaxpr=None, used=None)
 
@@ -217,7 +216,9 @@ class RegionCall(ProgramCall):
             adjoint=None,
         )
 
-    def copies_of(self, outs: Sequence[Any], primals: Sequence[Any], staged: ClosedJaxpr | None) -> Sequence[Any]:
+    def copies_of(
+        self, outs: Sequence[jax.Array], primals: Sequence[jax.Array], staged: ClosedJaxpr | None
+    ) -> Sequence[jax.Array]:
         """Returns the copies that an equation returns, which may be others than those of its derivative's forward.
 
         An equation that is staged has a fixed number of results; of the rest of its program nothing is used.
@@ -292,7 +293,7 @@ class MappedRegionCall(MappedCall):
     is_mapped_operand: tuple[bool, ...]
     has_targets: bool
 
-    def enter(self, operands: Sequence[Any]) -> list[Any]:
+    def enter(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the operands; mapped parameters lose their padding."""
         entered = []
         for x, crossing, is_mapped in zip(operands, self.before.operands, self.is_mapped_operand, strict=True):
@@ -303,7 +304,7 @@ class MappedRegionCall(MappedCall):
             entered.append(x)
         return entered
 
-    def leave(self, results: Sequence[Any]) -> list[Any]:
+    def leave(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results; gradients get the padding of their parameter."""
         if self.has_targets:
             return list(results)

@@ -12,7 +12,7 @@ from jshard._text import ATTENTION, CONTEXT
 from jshard.engine import rules
 from jshard.engine.blame import inside_annotated_call
 from jshard.engine.context import attention_again
-from jshard.engine.program import Program, abstract, evaluate_jaxpr
+from jshard.engine.program import Atom, Program, abstract, evaluate_jaxpr
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
 from jshard.plans.policies import ATTENTION_AGAIN, Remat, kept_names
@@ -115,7 +115,7 @@ def _with_constants_as_operands(closed: ClosedJaxpr, operands: list[Any]) -> Clo
     """Returns a program that takes its constants as its last operands: they may be tracers of one call."""
     num_operands = len(operands)
 
-    def run(*xs: Any) -> list[Any]:
+    def run(*xs: jax.Array) -> list[jax.Array]:
         consts = xs[num_operands:]
         return evaluate_jaxpr(ClosedJaxpr(closed.jaxpr, consts), xs[:num_operands])
 
@@ -173,11 +173,11 @@ class _Passage:
 
     operand: int
     inner: Jaxpr
-    old: Any
-    new: Any
+    old: Atom
+    new: Atom
 
 
-def _is_passed(jaxpr: Jaxpr, old: Any, new: Any) -> bool:
+def _is_passed(jaxpr: Jaxpr, old: Atom, new: Atom) -> bool:
     """Returns whether a variable is another one, passed through calls and loops."""
     # From the result back, as each equation says where its result comes from; by identity, which is all that a variable
     # has.
@@ -189,7 +189,7 @@ def _is_passed(jaxpr: Jaxpr, old: Any, new: Any) -> bool:
     return True
 
 
-def _operand_that_is(jaxpr: Jaxpr, result: Any) -> Any:
+def _operand_that_is(jaxpr: Jaxpr, result: Atom) -> Atom | None:
     """Returns the operand that an equation returns as this result; None if it computes it, or is not there."""
     for eqn in jaxpr.eqns:
         if result in eqn.outvars:

@@ -123,13 +123,13 @@ class UnitCall(ProgramCall):
             self.program.remat,
         )
 
-    def bind(self, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Calls the unit. Copies that its program does not take are left out: the parameters are gathered again."""
         num_operands = len(self.jaxpr.in_avals)
         return unit_p.bind(*operands[:num_operands], jaxpr=self.jaxpr, call=self)
 
     @functools.cached_property
-    def function(self) -> Callable[..., list[Any]]:
+    def function(self) -> Callable[..., list[jax.Array]]:
         """The unit where one data shard has the whole batch: an ordinary function; equal calls share it."""
         return jax.jit(functools.partial(_run, call=self))
 
@@ -295,7 +295,7 @@ class UnitAdjoint(Adjoint):
         )
 
 
-def _run(*operands: Any, call: UnitCall) -> list[Any]:
+def _run(*operands: jax.Array, call: UnitCall) -> list[jax.Array]:
     """Runs a unit's program as it is, in its dtypes and under its name."""
     inputs = _cast_to(operands, [aval.dtype for aval in call.jaxpr.in_avals])
     with jax.named_scope(f"jshard[{call.settings.name}]"):
@@ -303,14 +303,14 @@ def _run(*operands: Any, call: UnitCall) -> list[Any]:
     return _cast_to(outs, call.out_dtypes)
 
 
-def _cast_to(arrays: Sequence[Any], dtypes: Sequence[np.dtype]) -> list[Any]:
+def _cast_to(arrays: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> list[jax.Array]:
     """Returns arrays in these dtypes; without an equation for those that have them."""
     return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
 # With the effects of its program: an equation without effects and without a reader is removed, and a callback with it.
 @unit_p.def_effectful_abstract_eval
-def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[Any], Any]:
+def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[ShapedArray], Any]:
     avals = []
     for aval, dtype in zip(jaxpr.out_avals, call.out_dtypes, strict=True):
         is_weak = aval.weak_type and aval.dtype == dtype  # a cast makes a strong type
@@ -318,7 +318,7 @@ def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[Any], Any]
     return avals, jaxpr.effects
 
 
-def _call_function(*operands: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> list[Any]:
+def _call_function(*operands: jax.Array, jaxpr: ClosedJaxpr, call: UnitCall) -> list[jax.Array]:
     del jaxpr  # that of the call
     return call.function(*operands)
 
@@ -397,7 +397,7 @@ def _taking(jaxpr: ClosedJaxpr, dtypes: Mapping[int, np.dtype]) -> ClosedJaxpr:
     if not changed:
         return jaxpr
 
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: jax.Array) -> list[jax.Array]:
         cast = list(operands)
         for i in changed:
             cast[i] = operands[i].astype(avals[i].dtype)

@@ -40,7 +40,7 @@ def _reduce_over_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value], dims
     """Reduces over dims of operands in any state, by the rules of the reductions."""
     reduce_array = _OVER_DIMS[eqn.primitive.name]
 
-    def reduce_arrays(*xs: Any) -> list[jax.Array]:
+    def reduce_arrays(*xs: jax.Array) -> list[jax.Array]:
         return [reduce_array(x, dims) for x in xs]
 
     program = jax.make_jaxpr(reduce_arrays)(*[view_of_program(p, v) for v in operands])

@@ -110,10 +110,10 @@ def callback(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value
         )
     arrays = [p.whole(v).x for v in operands]
 
-    def call(*xs: Any) -> list[Any]:
+    def call(*xs: jax.Array) -> list[jax.Array]:
         return p.bind(eqn, xs)
 
-    def call_nothing(*xs: Any) -> list[Any]:
+    def call_nothing(*xs: jax.Array) -> list[jax.Array]:
         zeros = []
         for variable in eqn.outvars:
             result_type = type_of(variable)
@@ -137,7 +137,7 @@ def rng_uniform(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     return [_of_first_shard(p, eqn, x) for x in arrays]
 
 
-def _of_first_shard(p: Partitioner, eqn: JaxprEqn, x: Any) -> Value:
+def _of_first_shard(p: Partitioner, eqn: JaxprEqn, x: jax.Array) -> Value:
     """Returns what the first shard has, on every shard."""
     # Gathered, not summed with zeros: a result of any dtype, such as a bool, can be gathered.
     with p.sends("move", eqn, array_bytes(x) * p.degree):

@@ -1,7 +1,6 @@
 """Typed PRNG keys, and what is drawn from them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
@@ -58,7 +57,7 @@ def random_gamma(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[V
 
 
 @data_free_source("random_bits", is_costly=True)
-def _random_bits_shard(p: Partitioner, value: Value, dim: int) -> Any | None:
+def _random_bits_shard(p: Partitioner, value: Value, dim: int) -> jax.Array | None:
     """Draws a shard of the bits, equal to those of one device: each bit is a function of its position and the key."""
     assert value.provenance is not None
     eqn = value.provenance.eqn
@@ -81,16 +80,18 @@ def _random_bits_shard(p: Partitioner, value: Value, dim: int) -> Any | None:
     return p.random_bits[cache_key](data)
 
 
-def _shard_of_bits_function(p: Partitioner, data: Any, bit_width: int, shape: tuple[int, ...], dim: int) -> Any:
+def _shard_of_bits_function(
+    p: Partitioner, data: jax.Array, bit_width: int, shape: tuple[int, ...], dim: int
+) -> Callable[[jax.Array], jax.Array]:
     """Returns a jitted function of a key's data that returns a shard of its bits.
 
     The generator's own program is partitioned: its positions are a source, and everything after is elementwise.
     """
 
-    def whole_bits(data: Any) -> Any:
+    def whole_bits(data: jax.Array) -> jax.Array:
         return _compat.threefry_bits(data, bit_width, shape)
 
-    def shard_of_bits(data: Any) -> Any:
+    def shard_of_bits(data: jax.Array) -> jax.Array:
         program = jax.make_jaxpr(whole_bits)(data)
         (bits,) = p.run(program.jaxpr, program.consts, [Value(data)])
         return p.split(bits, dim).x

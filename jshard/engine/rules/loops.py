@@ -47,7 +47,7 @@ class TracedIteration:
 
     states: list[State]
     states_after: list[State]
-    start: list[Any]
+    start: list[jax.Array]
     program: ClosedJaxpr
 
 
@@ -112,12 +112,12 @@ def find_carry_states(
 # ---- values that cross into another trace
 
 
-def _crossing_arrays(values: Sequence[Value]) -> list[Any]:
+def _crossing_arrays(values: Sequence[Value]) -> list[jax.Array]:
     """Returns the arrays that cross. What is known without data has none, and a scalar in its place."""
     return [jnp.zeros(()) if v.is_data_free else v.x for v in values]
 
 
-def _inside(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
+def _inside(values: Sequence[Value], xs: Sequence[jax.Array]) -> list[Value]:
     """Returns the values that crossed, in a trace whose arrays are `xs`."""
     copies: dict[Value, Value] = {}  # for all of them: what two values have in common is copied once
     inside = []
@@ -242,7 +242,9 @@ class Scan:
         row_types = [row_type(v.x) for v in self.scanned]
         states_after: list[State] = []
 
-        def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(
+            shared_xs: list[jax.Array], carry_xs: list[jax.Array], row_xs: list[jax.Array]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             with self.p.own_trace():
                 carry = in_states(carry_xs, states)
                 scanned = [row_of(v, x) for v, x in zip(self.scanned, row_xs, strict=True)]
@@ -265,12 +267,12 @@ class Scan:
         program = jax.make_jaxpr(step)(_crossing_arrays(self.shared), start, row_types)
         return TracedIteration(states, list(states_after), start, program)
 
-    def _carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[Any]:
+    def _carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[jax.Array]:
         """Returns the arrays of a carry in given states."""
         return [self.p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
 
     def body_arguments(
-        self, carry: list[Value], scanned: list[Value], shared_xs: Sequence[Any] | None = None
+        self, carry: list[Value], scanned: list[Value], shared_xs: Sequence[jax.Array] | None = None
     ) -> list[Value]:
         """Returns the arguments of the loop's body, in its order.
 
@@ -300,7 +302,7 @@ class Scan:
         iterate = jaxpr_as_fun(self.traced)
         shared = _crossing_arrays(self.shared)
 
-        def step(carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(carry_xs: list[jax.Array], row_xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = iterate(*shared, *carry_xs, *row_xs)
             return outs[: self.n_carry], outs[self.n_carry :]
 
@@ -309,7 +311,7 @@ class Scan:
         last, stacked = lax.scan(step, self.start, arrays_of(self.scanned), **settings)
         return self.results(last, stacked)
 
-    def results(self, last: Sequence[Any], stacked: Sequence[Any]) -> list[Value]:
+    def results(self, last: Sequence[jax.Array], stacked: Sequence[jax.Array]) -> list[Value]:
         """Returns the loop's results, from the arrays of the carry and of the results that it stacks itself."""
         results = in_states(last, self.states)
         arrays = iter(stacked)
@@ -372,7 +374,7 @@ class _While:
         iteration = find_carry_states(self.p, self.eqn.params["body_jaxpr"], operands, states, self._trace_iteration)
         iterate = jaxpr_as_fun(iteration.program)
 
-        def continues(xs: list[Any]) -> Any:
+        def continues(xs: list[jax.Array]) -> Any:
             with self.p.own_trace():
                 condition = self._condition(in_states(xs, iteration.states))
                 # Whole, so that all shards agree: one that ended earlier would be missed by the body's collectives.
@@ -393,7 +395,7 @@ class _While:
         start = [p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
         states_after: list[State] = []
 
-        def step(xs: list[Any]) -> list[Any]:
+        def step(xs: list[jax.Array]) -> list[jax.Array]:
             with p.own_trace():
                 body_operands = _inside(self.body_operands, arrays_of(self.body_operands))
                 arguments = [*body_operands, *in_states(xs, states)]
@@ -412,7 +414,7 @@ class _While:
         return TracedIteration(states, states_after, start, program)
 
 
-def _where_row_continues(p: Partitioner, continues: Value, new: Value, old: Any) -> Any:
+def _where_row_continues(p: Partitioner, continues: Value, new: Value, old: jax.Array) -> jax.Array:
     """Returns the new value in the rows that continue, and the old value in those that have ended."""
     if new.is_split and new.dim < continues.ndim:
         continues = p.split(continues, new.dim)
@@ -436,7 +438,7 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     arrays = _crossing_arrays(operands)
     branches = eqn.params["branches"]
 
-    def run_branch(branch: ClosedJaxpr, *xs: Any) -> list[Value]:
+    def run_branch(branch: ClosedJaxpr, *xs: jax.Array) -> list[Value]:
         results = p.run_body(*opened(branch), _inside(operands, xs))
         return [p.materialize(v) for v in results]
 
@@ -445,12 +447,12 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     states_of_branches = [states for _, states in programs]
     states = [_common_state(states) for states in zip(*states_of_branches, strict=True)]
 
-    def run_branch_in_states(branch: ClosedJaxpr, *xs: Any) -> list[Any]:
+    def run_branch_in_states(branch: ClosedJaxpr, *xs: jax.Array) -> list[jax.Array]:
         with p.own_trace():
             results = run_branch(branch, *xs)
             return [p.in_state(v, state).x for v, state in zip(results, states, strict=True)]
 
-    functions: list[Callable[..., list[Any]]]
+    functions: list[Callable[..., list[jax.Array]]]
     if all(states_of_branch == states for states_of_branch in states_of_branches):
         functions = [jaxpr_as_fun(program) for program, _ in programs]
     else:

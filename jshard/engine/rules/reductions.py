@@ -1,7 +1,6 @@
 """Reductions: over dims that are whole on each shard, and over the split dim, first on each shard and then over all."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +61,7 @@ def _dim_after(axes: Sequence[int], dim: int) -> int:
     return dim - sum(axis < dim for axis in axes)
 
 
-def _extreme_over_shards(p: Partitioner, x: Any, *, is_max: bool) -> jax.Array:
+def _extreme_over_shards(p: Partitioner, x: jax.Array, *, is_max: bool) -> jax.Array:
     """Returns the largest or smallest of the shards' arrays; NaN where one of them has NaN.
 
     An all-reduce of floats may lose a NaN. So their bits are compared, as integers in the order of the floats, with NaN
@@ -106,7 +105,7 @@ def arg_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     return [Value(chosen.squeeze(axis))]
 
 
-def _gather_recorded(p: Partitioner, eqn: JaxprEqn, x: Any, dim: int) -> Any:
+def _gather_recorded(p: Partitioner, eqn: JaxprEqn, x: jax.Array, dim: int) -> jax.Array:
     """Gathers an array, and records that the equation does."""
     with p.sends("whole", eqn, Value(x).bytes * p.degree):
         return p.gather(x, dim)

@@ -9,7 +9,6 @@ The region is manual over the data axes already. So a `shard_map` there runs on 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
@@ -136,19 +135,19 @@ class _InnerShardMap:
             return self._run_on_parts(body, operands)
         return self._run_partitioned(body, operands)
 
-    def _run_on_parts(self, body: Callable[..., Sequence[Any]], operands: list[Value]) -> list[Value]:
+    def _run_on_parts(self, body: Callable[..., Sequence[jax.Array]], operands: list[Value]) -> list[Value]:
         arrays = [self._part_by_spec(v, axes) for v, axes in zip(operands, self.operand_axes, strict=True)]
         results = self._over_other_axes(body)(*arrays)
         return [self._value_of_parts(x, axes) for x, axes in zip(results, self.result_axes, strict=True)]
 
-    def _run_partitioned(self, body: Callable[..., Sequence[Any]], operands: list[Value]) -> list[Value]:
+    def _run_partitioned(self, body: Callable[..., Sequence[jax.Array]], operands: list[Value]) -> list[Value]:
         # The body computes the sums that it needs: partial operands stay partial. Others enter as arrays, because the
         # body is traced on its own.
         values = [v if v.is_partial else self.p.materialize(v) for v in operands]
         values = self._split_on_other_dims(values, self.operand_axes)
         states: list[State] = []
 
-        def run_on_shard(*xs: Any) -> list[Any]:
+        def run_on_shard(*xs: jax.Array) -> list[jax.Array]:
             inside = with_arrays(values, xs)
             program = jax.make_jaxpr(body)(*[view_of_program(self.p, v) for v in inside])
             results = self.p.run(program.jaxpr, program.consts, inside)
@@ -161,7 +160,7 @@ class _InnerShardMap:
         results = self._over_other_axes(run_on_shard)(*arrays_of(values))
         return in_states(results, states)
 
-    def _over_other_axes(self, body: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    def _over_other_axes(self, body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
         """Returns the body in a `shard_map` over the axes that are not manual yet."""
         if not self.other_axes:
             return body
@@ -187,7 +186,7 @@ class _InnerShardMap:
             return self.p.whole(value)
         return self.p.split(value, free_dim)
 
-    def _part_by_spec(self, value: Value, axes_of_dims: DimAxes) -> Any:
+    def _part_by_spec(self, value: Value, axes_of_dims: DimAxes) -> jax.Array:
         """Returns a shard's part of a value by its spec, over the data axes."""
         data_axes = self._data_axes_of_dims(axes_of_dims)
         dim = self._dim_over_all_data(data_axes)
@@ -200,7 +199,7 @@ class _InnerShardMap:
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
         return x
 
-    def _value_of_parts(self, x: Any, axes_of_dims: DimAxes) -> Value:
+    def _value_of_parts(self, x: jax.Array, axes_of_dims: DimAxes) -> Value:
         """Returns the value of which a shard has a part by its spec; what is not split is the same on all shards."""
         data_axes = self._data_axes_of_dims(axes_of_dims)
         dim = self._dim_over_all_data(data_axes)
