@@ -60,6 +60,7 @@ def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
     Raises:
         CallError: the number of examples does not divide.
     """
+    # Each microbatch must divide by the data shards, too.
     num_parts = steps * data_degree(unit.mesh)
     row_counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x) and not _may_be_keys(x)}
 
@@ -317,6 +318,7 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
     param_placements, frozen_placements = loss.placements
     params_once = GatheredOnce(param_placements if once else (), mesh)
     frozen_once = GatheredOnce(frozen_placements if once else (), mesh)
+    # Outside of the loop over microbatches, whose body takes them as constants.
     copies = params_once.gather(loss.params)
     frozen_copies = frozen_once.gather(loss.frozen)
 

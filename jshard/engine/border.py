@@ -187,6 +187,8 @@ def results(out: Any, live: LiveArguments, where: str) -> Apart:
         CallError: an object that cannot be taken apart would carry traced arrays out of the program.
     """
     apart = take_apart(out, opens_result, arguments=live.before.objects)
+    # Outside of a region's trace nothing is carried out of a program. And an argument that the method returns may hold
+    # traced arrays already, of a trace around the call.
     for opaque in _opaque_arrays(apart.leaves):
         if region_mesh() is not None and id(opaque.array) not in live.held:
             raise _opaque_result(opaque, where)

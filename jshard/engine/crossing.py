@@ -156,6 +156,7 @@ class Region:
             spec = PartitionSpec(*[None] * crossing.state, self.axes)
         else:
             spec = PartitionSpec()
+        # Innermost: the program of a data shard is made first, for a contiguous part of a dim, and then split further.
         dims = [*spec, *[None] * (ndim - len(spec))]
         for axis in self.inner:
             dim = 0 if crossing.is_copy else crossing.inner.get(axis)

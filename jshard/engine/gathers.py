@@ -51,7 +51,7 @@ def _all_gather(shard: Shard, dim: int) -> Collective:
     """Returns the all-gather over `fsdp`; of pieces, among the neighbours that share them."""
 
     def run(x: jax.Array) -> jax.Array:
-        if shard.pieces:
+        if shard.pieces:  # on 8 devices, 4 pieces are gathered among devices 0 to 3, and among 4 to 7
             starts = range(0, lax.axis_size(FSDP), shard.pieces)
             neighbours = [list(range(start, start + shard.pieces)) for start in starts]
             return lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=neighbours)

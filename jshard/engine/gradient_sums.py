@@ -60,6 +60,7 @@ class PartialSum:
     def finished(self, mesh: Mesh) -> jax.Array:
         """Returns the sum over the axes that are left, and over inner axes where one is open."""
         x = lax.psum(self.array, self.axes) if self.axes else self.array
+        # Only the interpretation over an inner axis knows whether this is a part over it: it is left an instruction.
         for axis in inner_axes(mesh):
             x = over_axis_p.bind(x, axis=axis, dim=None, tensor_dim=None)
         return x

@@ -47,6 +47,7 @@ def note_layers(unit: Unit, rows: Mapping[str, Placement]) -> None:
 
 def _stack_bytes(unit: Unit, rows: Mapping[str, Placement]) -> dict[str, int]:
     """Returns the gathered bytes of each stack of which the plan does not know that it has layers."""
+    # The others are counted by layer in the plan already.
     unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}
     sizes = collections.Counter[str]()
     for path, stack in _stacks(unknown).items():

@@ -172,6 +172,7 @@ def note(unit: Unit, call: str, part: str, sent: Sequence[Mixing], over: str = "
 
 
 def _refuse_computed_whole(records: Sequence[Mixing]) -> None:
+    # Communication that has a rule, such as a mean over the batch, is no fallback, however large.
     refused = [record for record in records if record.kind in COMPUTED_WHOLE]
     if not refused:
         return

@@ -130,7 +130,7 @@ def or_iterator(is_leaf: IsLeaf) -> Callable[[Any], bool]:
 def attributes(x: Any) -> dict[str, Any]:
     """Returns the attributes stored in an object, in its dict and its slots."""
     values = dict(getattr(x, "__dict__", {}))
-    for kind in type(x).__mro__:
+    for kind in type(x).__mro__:  # each class may have slots of its own
         if kind.__module__ == "builtins":
             continue
         for name, member in vars(kind).items():

@@ -179,7 +179,7 @@ def _different_sizes(arguments: _Arguments, name: str) -> CallError:
     shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arguments.arrays)
     declared = [x for x, dim in zip(arguments.arrays, arguments.dims, strict=True) if dim == 0]
     first_size = next((x.shape[0] for x in declared if x.ndim), None)
-    likely_axes = []
+    likely_axes = []  # for the advice: what has as many rows as the first array is taken for examples
     for x in arguments.arrays:
         has_examples = x.ndim > 0 and x.shape[0] == first_size
         likely_axes.append(0 if has_examples else None)

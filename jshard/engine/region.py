@@ -44,6 +44,7 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
         with as_plain(module, unit):
             return method(module, *args, **kwargs)
     call = NnxCall(module, method, args, kwargs)
+    # Looked at once, from the outermost call: it walks over all of the model.
     if not units.in_region_trace():
         _refuse_late_annotations(module, call)
         call.warn(unit)

@@ -98,7 +98,7 @@ def beside_automatic_axes(collective: Collective, x: jax.Array, placement: Place
     manual over it too, around just the collective, avoids that.
     """
     names = automatic_axes(x, placement)
-    if not names:
+    if not names:  # the usual case: a parameter without `tensor`
         return collective
     entries = []
     for entry in _spec_of(x, placement):

@@ -146,7 +146,7 @@ def warn_of_whole(call: TracedCall) -> None:
     work = _Work.of(call.products, call.degree)
     if not work.is_worth_a_warning:
         return
-    key = (call.name, bool(call.batch), tuple(work.lines))
+    key = (call.name, bool(call.batch), tuple(work.lines))  # without sizes: another batch is no other warning
     if key in _warned:
         return
     _warned.add(key)
@@ -221,6 +221,8 @@ def _warning(call: TracedCall, rows: Sequence[jax.ShapeDtypeStruct], work: _Work
         return [examples, *work.listed, *_why_arguments_are_whole(unsplit, call.batch, call.degree)]
 
     whole = {product.place for product in call.products if product.is_whole}
+    # All arguments are split, and some products still are not: those of parameters alone, or those that no rule
+    # divides.
     if call.products_of_examples().isdisjoint(whole):
         why = f"They do not depend on the batch, so its {call.degree} parts do not divide them: {work.amounts}."
         do = "Apply the factors to the examples one by one, (x @ a) @ b; or compute the product once, outside the step."

@@ -85,6 +85,7 @@ def _is_of_floats(eqn: JaxprEqn) -> bool:
     return jnp.issubdtype(type_of(eqn.outvars[0]).dtype, jnp.inexact)
 
 
+# Only entries with `linear` take parts of a sum as they are. A wrong one is silent: see `Linear`.
 _enter(
     """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma eq eq_to

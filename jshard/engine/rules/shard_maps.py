@@ -136,6 +136,7 @@ class _InnerShardMap:
         return self._run_partitioned(body, operands)
 
     def _run_on_parts(self, body: Callable[..., Sequence[jax.Array]], operands: list[Value]) -> list[Value]:
+        # Not partitioned: its collectives over data axes are between the parts as the user has cut them.
         arrays = [self._part_by_spec(v, axes) for v, axes in zip(operands, self.operand_axes, strict=True)]
         results = self._over_other_axes(body)(*arrays)
         return [self._value_of_parts(x, axes) for x, axes in zip(results, self.result_axes, strict=True)]
