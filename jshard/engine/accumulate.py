@@ -340,10 +340,12 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
 
     def step(carry: tuple, part: PyTree) -> tuple[tuple, PyTree]:
         total, sums, state, weight_before = carry
+        # Gradients of offloaded parameters come in host memory, where nothing is computed.
         (value, (aux, state, weight)), grads = grad(loss.params, copies, state, part)
         if weight is None:
             sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
             return (total + value, sums, state, None), aux
+        # Gradients are a running mean; the loss is a mean as well, and times its weight the total again.
         means = jax.tree.map(MeanShares.of(weight_before, weight).joint, sums, to_device(grads))
         return (total + value * nonzero(weight), means, state, weight_before + weight), aux
 

@@ -122,6 +122,7 @@ def _literals_equal(x: jex.Literal, y: jex.Literal) -> bool:
 
 def _parameters_equal(x: Any, y: Any) -> bool:
     """Returns whether two parameters of equations are equal; False where they cannot be compared."""
+    # A wrong False costs a second trace, a wrong True wrong numbers. So what is of unknown equality differs.
     if x is y:
         return True
     if type(x) is not type(y):

@@ -135,6 +135,7 @@ class _Derivative:
             self._check(vjp.residuals, self._has_saved_shape)
             return [*vjp.outs, *(vjp.residuals[i] for i in self.saved)]
 
+        # Saved residuals are results of the equation, split along their dim of examples.
         states = (*self.body.outs, *self.saved.values())
         results = differentiable(dataclasses.replace(self.body, run=run, outs=states))(*arrays)
         named = []
@@ -162,6 +163,7 @@ class _Derivative:
             *picked(self.out_has_gradient, out_dims),
         )
         inputs = (*values, *picked(self.out_has_gradient, cotangents))
+        # Any operand with examples says how many there are: on a shard, fewer than here.
         position, examples_dim = next((i, dim) for i, dim in enumerate(in_dims) if dim is not None)
         num_examples = inputs[position].shape[examples_dim]
 

@@ -188,7 +188,7 @@ class InnerPartitioner(Partitioner):
                 return value
             return Value(self.sum(value.x))
         if not self.divides(self.full_shape(value)[dim]):
-            return value
+            return value  # a request, not a promise: the result is the same either way
         with self._on_request(tensor_dim):
             return self.split(value, dim)
 

@@ -144,7 +144,7 @@ class MethodCall:
         for path, variable in changes:
             if path in nodes:
                 nodes[path].set_raw_value(variable.get_raw_value())
-            else:
+            else:  # what holds it was there before the call: modules that the method builds are refused
                 parent = nodes[path[:-1]]
                 setattr(parent, str(path[-1]), variable)
 

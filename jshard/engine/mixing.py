@@ -83,6 +83,7 @@ def scope_of(record: Mixing, size: int) -> str:
 
     The last number is the bytes of its result in one execution.
     """
+    # All of the record is in the name, as an audit has nothing but the compiled program.
     place = re.fullmatch(r"(.*):(\d+) \((.*)\)", record.where)
     file, line, function = place.groups() if place else ("", "0", "")
     return f"mixing[{record.kind}|{record.operation}|{file}|{line}|{function}|{size}]"

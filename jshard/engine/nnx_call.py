@@ -86,6 +86,7 @@ class _PlannedParam:
         leaf = None if unit is None else unit.by_path.get(path_in_module)
         if leaf is None or not is_as_placed(variable, leaf.placement):
             return None
+        # Dtypes follow from the value that is there: a model may be cast after it was annotated.
         leaf = as_stored(leaf, raw(variable).dtype, lambda: units_in(module))
         return cls(path, variable, module, path_in_module, leaf)
 

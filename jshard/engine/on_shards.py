@@ -45,6 +45,8 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
         call: the call.
         avals: the types of all its operands, and of copies of parameters after them.
     """
+    # Copies are of earlier calls of this region, and known by their types alone. What cannot be told apart is left out,
+    # and gathered again.
     region = call.region
     num_operands = len(call.operands)
     copies = region.copies(avals[num_operands:]) or {}

@@ -83,7 +83,7 @@ def as_plain(module: nnx.Module, unit: Unit) -> Iterator[None]:
     finally:
         for entry in replaced:
             is_written = entry.variable.get_raw_value() is not entry.during
-            if not is_written:
+            if not is_written:  # else the variable has a new value, which stays
                 _compat.write_past_home(entry.variable, entry.before)
 
 

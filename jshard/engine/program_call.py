@@ -118,6 +118,7 @@ class Pushforward:
     @classmethod
     def order_of(cls, has_tangent: Sequence[bool], num_targets: int) -> tuple[int, ...]:
         """Returns the order in which gradients, results with a target, and their tangents come first."""
+        # A call says of its first results how they leave: the tangent of a gradient is stored like the gradient.
         num_results = len(has_tangent)
         results_with_tangent = [i for i, has in enumerate(has_tangent) if has]
         tangent_of = {result: num_results + k for k, result in enumerate(results_with_tangent)}

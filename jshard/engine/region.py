@@ -168,6 +168,8 @@ def _trace(call: Call, unit: Unit, params: Sequence[Any]) -> tuple[Program, list
     def run(params: list[Any], inputs: list[Any]) -> list[Any]:
         gathered = []
         for x, placement, owner in zip(params, call.placements, call.owners, strict=True):
+            # In the program, so that its transpose casts the gradient to the stored dtype again. Inner units cast what
+            # is theirs.
             if placement is not None and owner != NESTED:
                 x = x.astype(placement.gathered_dtype)
             gathered.append(x)
@@ -176,7 +178,7 @@ def _trace(call: Call, unit: Unit, params: Sequence[Any]) -> tuple[Program, list
     logical = []
     for x, of_call, placement in zip(params, call.params, call.placements, strict=True):
         aval = abstract(x)
-        if placement is not None:
+        if placement is not None:  # the user's program sees parameters without padding
             shape = stored.without_padding(abstract(of_call), placement).shape
             aval = jax.ShapeDtypeStruct(shape, aval.dtype)
         logical.append(aval)

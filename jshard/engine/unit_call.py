@@ -224,6 +224,7 @@ class UnitCall(ProgramCall):
 
     def mapped(self, size: int, is_mapped: tuple[bool, ...]) -> MappedCall:
         """Returns the unit over all rows; it stays a unit."""
+        # Both of its programs are mapped: the one that runs, with copies, and the one without, which is differentiated.
         num_copies = len(self.jaxpr.in_avals) - len(is_mapped)
         jaxpr, is_mapped_result = mapped_program(self.jaxpr, size, (*is_mapped, *[False] * num_copies))
         program = jaxpr

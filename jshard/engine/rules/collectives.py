@@ -50,6 +50,7 @@ def _reduce_over_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value], dims
 @rule("ppermute", "pbroadcast", "layout_constraint", operands=OperandStates.ANY)
 def linear_in_place(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs what is elementwise and linear on operands in any state: all states stay."""
+    # Elements are moved between places of another axis, or kept: shards, and parts of a sum, are moved like wholes.
     return with_arrays(operands, p.bind(eqn, arrays_of(operands)))
 
 

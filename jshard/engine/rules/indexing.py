@@ -72,6 +72,7 @@ def _one_row(p: Partitioner, value: Value, row: Any) -> Value:
         shard 0: rows 0, 1      shard 1: rows 2, 3      shard 2: rows 4, 5      row 3 is
         zeros                 + its row 1             + zeros                   the sum
     """
+    # Each shard slices a row, as all run one program; those that do not have it slice any, and drop it.
     num_rows = value.shape[value.dim]
     local_row = row - p.shard * num_rows
     is_here = (local_row >= 0) & (local_row < num_rows)

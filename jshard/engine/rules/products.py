@@ -33,6 +33,7 @@ def _num_terms_of_dot(eqn: JaxprEqn) -> int:
 
 
 def _num_terms_of_convolution(eqn: JaxprEqn) -> int:
+    # Each element of the result is a sum over the kernel of one output feature.
     kernel_shape = type_of(eqn.invars[1]).shape
     num_outputs = kernel_shape[eqn.params["dimension_numbers"].rhs_spec[0]]
     return math.prod(kernel_shape) // max(num_outputs, 1)
@@ -139,8 +140,8 @@ def ragged_dot(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (left_contracted, _), (left_batch, right_batch) = numbers.dot_dimension_numbers
     (ragged_dim,) = numbers.lhs_ragged_dimensions
-    is_batched = left_batch or right_batch or sizes.ndim != 1
     # Several batches of rows, with group sizes for each: such as `jax.vmap` makes.
+    is_batched = left_batch or right_batch or sizes.ndim != 1
     if is_batched or eqn.params.get("group_offset") is not None:
         return None
     operands = [left, right, p.whole(sizes)]

@@ -16,6 +16,7 @@ from jshard.plans.policies import wide_dtype
 @rule("reduce_sum", linear=IN_ALL)
 def reduce_sum(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Sums over the dims of a shard. The sum over the split dim is partial."""
+    # The open sum is taken by the first reader that needs it, once: after all that is linear, such as a division.
     (value,) = operands
     axes = eqn.params["axes"]
     if value.dim in axes:

@@ -214,6 +214,7 @@ def index_dim(*names: str) -> Callable[[IndexDim], IndexDim]:
 
 def _enter(names: Iterable[str], **facts: Any) -> None:
     """Adds facts to the records of primitives."""
+    # Added, not replaced: what is known of a primitive is said beside the rule that it belongs to, in several places.
     # By name, not by the primitive: those of kernels and of newer versions of JAX need not be imported, nor exist.
     for name in names:
         before = PRIMITIVES.get(name, _UNKNOWN)
