@@ -140,8 +140,7 @@ def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement) -> jax.Arra
     for number, (size, stride) in enumerate(exchanges, 1):
         groups = None  # all devices
         if size < num_shards:
-            first_of_groups = [i for i in range(num_shards) if i // stride % size == 0]
-            groups = [list(range(i, i + size * stride, stride)) for i in first_of_groups]
+            groups = _exchange_groups(num_shards, size, stride)
         exchanged_dim = dim + len(exchanges) - number
         sent = x.astype(placement.reduce_wire)
         parts = lax.all_to_all(
@@ -149,6 +148,18 @@ def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement) -> jax.Arra
         )
         x = parts.astype(x.dtype).sum(exchanged_dim)
     return x
+
+
+def _exchange_groups(num_shards: int, size: int, stride: int) -> list[list[int]]:
+    """Returns the groups of shards that exchange parts: `size` shards each, `stride` apart.
+
+    Of 8 shards on 2 hosts, 4 in a group with stride 1 are those of a host; 2 with stride 4 are of both hosts.
+    """
+    groups = []
+    for first in range(num_shards):
+        if first // stride % size == 0:
+            groups.append(list(range(first, first + size * stride, stride)))
+    return groups
 
 
 # ---- all gradients of a unit
@@ -226,7 +237,10 @@ def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Pla
         #
         #     gradient a    [ a of shard 0 ] [ a of shard 1 ]         row of shard 0    [ a of 0 | b of 0 ]
         #     gradient b    [ b of shard 0 ] [ b of shard 1 ]   -->   row of shard 1    [ a of 1 | b of 1 ]
-        ordered = [jnp.moveaxis(with_padding(gradients[i], placements[i]), dim, 0) for i, dim in members]
+        ordered = []
+        for i, dim in members:
+            padded = with_padding(gradients[i], placements[i])
+            ordered.append(jnp.moveaxis(padded, dim, 0))
         rows = [x.astype(placement.reduce_dtype).reshape(lax.axis_size(FSDP), -1) for x in ordered]
         (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement)
         parts = _split(own_row, [row.shape[1] for row in rows])

@@ -120,45 +120,58 @@ class RegionCall(ProgramCall):
 
     def _new_derivative(self, wrt: tuple[bool, ...], avals: tuple[ShapedArray, ...]) -> Derivative:
         gradient = self.program.gradient(wrt)
-        num_params = self.program.num_params
-        num_results = len(gradient.is_float)
-        num_residuals = len(gradient.kept)
         # Parameters that units inside have kept are among the results of forward, as residuals. A tangent of theirs
         # would be one more of the parameter.
         copied_results = self.constant_results | copies_among(gradient.forward.jaxpr)
         has_tangent = tuple(is_float and i not in copied_results for i, is_float in enumerate(gradient.is_float))
+        forward = self._forward_of(gradient, avals, copied_results)
+        linear = self._linear_map_of(gradient, has_tangent, forward)
+        return Derivative(forward, linear, len(gradient.kept), has_tangent)
 
-        forward = dataclasses.replace(
+    def _forward_of(
+        self, gradient: Gradient, avals: tuple[ShapedArray, ...], copied_results: frozenset[int]
+    ) -> "RegionCall":
+        """Returns the forward of a derivative: it returns the results, the residuals, then copies."""
+        part = self.part
+        if part not in (FORWARD, BACKWARD):
+            part = f"forward of {part}"
+        return dataclasses.replace(
             self,
-            program=Program(gradient.forward, num_params, remat=self.program.remat),
+            program=Program(gradient.forward, self.program.num_params, remat=self.program.remat),
             avals=avals,
             returns_copies=True,
             constant_results=copied_results,
             adjoint=None,
-            part=self.part if self.part in (FORWARD, BACKWARD) else f"forward of {self.part}",
+            part=part,
         )
+
+    def _linear_map_of(self, gradient: Gradient, has_tangent: tuple[bool, ...], forward: "RegionCall") -> "RegionCall":
+        """Returns the linear map of a derivative: it takes the parameters, the residuals, then tangents."""
+        num_params = self.program.num_params
+        num_results = len(has_tangent)
+        num_residuals = len(gradient.kept)
         # How residuals leave is known when forward is partitioned, which is when its equation is staged: later than
         # now.
         residuals = [ResultOf(forward.leaving, num_results + i) for i in range(num_residuals)]
         residual_avals = gradient.forward.out_avals[num_results:]  # those of pieces of parameters are not needed
-        tangents = [of_tangent(crossing) for crossing in picked(wrt, self.operands)]
-        known = num_params + num_residuals
-        adjoint = RegionAdjoint(self, gradient, has_tangent, forward, picked(wrt, avals))
-        linear = dataclasses.replace(
+        tangents = [of_tangent(crossing) for crossing in picked(gradient.wrt, self.operands)]
+        tangent_avals = picked(gradient.wrt, forward.avals)
+        has_target_tangent = has_tangent[: len(self.targets)]
+        adjoint = RegionAdjoint(self, gradient, has_tangent, forward, tangent_avals)
+        return dataclasses.replace(
             self,
             program=Program(tangent_program(gradient, has_tangent), num_params),
-            avals=(*avals[:num_params], *residual_avals, *picked(wrt, avals)),
+            avals=(*forward.avals[:num_params], *residual_avals, *tangent_avals),
             operands=(*self.operands[:num_params], *residuals, *tangents),
-            examples=frozenset(range(num_params, known)),
-            targets=tuple(picked(has_tangent[: len(self.targets)], self.targets)),
-            target_avals=tuple(picked(has_tangent[: len(self.targets)], self.target_avals)),
+            examples=frozenset(range(num_params, num_params + num_residuals)),
+            targets=tuple(picked(has_target_tangent, self.targets)),
+            target_avals=tuple(picked(has_target_tangent, self.target_avals)),
             part=f"tangents of {self.part}",
             returns_copies=False,
             constants=adjoint.copied_residuals,
             constant_results=frozenset(),
             adjoint=adjoint,
         )
-        return Derivative(forward, linear, num_residuals, has_tangent)
 
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one region."""

@@ -145,44 +145,60 @@ class UnitCall(ProgramCall):
 
     def _new_derivative(self, wrt: tuple[bool, ...], stored_dtypes: tuple[np.dtype, ...]) -> Derivative:
         gradient = self.program.gradient(wrt)
-        # Of its own parameters alone: a unit inside decides for its own.
-        own = [owner == OWN for owner in self.owners]
-        keeps_copies = self.settings.reshard is not True and self.phase == FORWARD
-        num_copies = sum(own) if keeps_copies else 0
-        num_results = len(gradient.is_float)
-        num_residuals = len(gradient.kept)
-        copied_residuals = _after(copies_among(gradient.forward.jaxpr), num_results)
         has_tangent = tuple(is_float and i not in self.constant_results for i, is_float in enumerate(gradient.is_float))
+        copied_residuals = _after(copies_among(gradient.forward.jaxpr), len(has_tangent))
+        keeps_copies = self.settings.reshard is not True and self.phase == FORWARD
+        # Of its own parameters alone: a unit inside decides for its own.
+        num_copies = sum(self._is_own) if keeps_copies else 0
+        adjoint = UnitAdjoint(self, gradient, has_tangent, num_copies, stored_dtypes, copied_residuals)
+        forward = self._forward_of(adjoint)
+        linear = self._linear_map_of(adjoint)
+        return Derivative(forward, linear, len(gradient.kept), has_tangent)
 
-        params = self.program.jaxpr.jaxpr.invars[: len(own)]
-        copied_params = picked(own, params)
+    @property
+    def _is_own(self) -> list[bool]:
+        """For each parameter, whether the unit gathers it itself."""
+        return [owner == OWN for owner in self.owners]
 
-        forward_jaxpr = gradient.forward_keeping(own) if num_copies else gradient.forward
-        forward = dataclasses.replace(
+    def _forward_of(self, adjoint: "UnitAdjoint") -> "UnitCall":
+        """Returns the forward of a derivative: it returns the results, the residuals, then copies."""
+        gradient = adjoint.gradient
+        num_results = len(adjoint.has_tangent)
+        jaxpr = gradient.forward
+        if adjoint.num_copies:
+            jaxpr = gradient.forward_keeping(self._is_own)
+        return dataclasses.replace(
             self,
-            program=Program(gradient.forward, len(own), remat=self.program.remat),
-            jaxpr=forward_jaxpr,
-            out_dtypes=(*self.out_dtypes[:num_results], *_dtypes(forward_jaxpr)[num_results:]),
-            num_kept=num_copies,
-            constant_results=self.constant_results | {num_results + i for i in copied_residuals},
+            program=Program(gradient.forward, len(self.owners), remat=self.program.remat),
+            jaxpr=jaxpr,
+            out_dtypes=(*self.out_dtypes[:num_results], *_dtypes(jaxpr)[num_results:]),
+            num_kept=adjoint.num_copies,
+            constant_results=self.constant_results | {num_results + i for i in adjoint.copied_residuals},
         )
 
-        first_tangent = len(own) + num_residuals
-        tangent_dtypes = dict(enumerate(picked(wrt, stored_dtypes[: len(wrt)]), first_tangent))
-        linear_jaxpr = _taking(tangent_program(gradient, has_tangent), tangent_dtypes)
-        adjoint = UnitAdjoint(self, gradient, has_tangent, num_copies, stored_dtypes, copied_residuals)
-        linear = dataclasses.replace(
+    def _linear_map_of(self, adjoint: "UnitAdjoint") -> "UnitCall":
+        """Returns the linear map of a derivative: it takes the parameters, the residuals, tangents, then copies."""
+        gradient = adjoint.gradient
+        wrt = gradient.wrt
+        num_params = len(self.owners)
+        num_results = len(adjoint.has_tangent)
+        first_tangent = num_params + len(gradient.kept)
+        tangent_dtypes = dict(enumerate(picked(wrt, adjoint.stored_dtypes[: len(wrt)]), first_tangent))
+        jaxpr = _taking(tangent_program(gradient, adjoint.has_tangent), tangent_dtypes)
+        # The linear map reads no copies. But its transpose, which is backward, does, and takes what this one takes.
+        copied_params = []
+        if adjoint.num_copies:
+            copied_params = picked(self._is_own, self.program.jaxpr.jaxpr.invars[:num_params])
+        return dataclasses.replace(
             self,
-            program=Program(linear_jaxpr, len(own)),
-            # The linear map reads no copies. But its transpose, which is backward, does, and takes what this one takes.
-            jaxpr=_with_unused(linear_jaxpr, copied_params if num_copies else []),
-            out_dtypes=tuple(picked(has_tangent, self.out_dtypes[:num_results])),
+            program=Program(jaxpr, num_params),
+            jaxpr=_with_unused(jaxpr, copied_params),
+            out_dtypes=tuple(picked(adjoint.has_tangent, self.out_dtypes[:num_results])),
             num_kept=0,
-            constants=frozenset(len(own) + i for i in copied_residuals),
+            constants=frozenset(num_params + i for i in adjoint.copied_residuals),
             constant_results=frozenset(),
             adjoint=adjoint,
         )
-        return Derivative(forward, linear, num_residuals, has_tangent)
 
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one unit."""

@@ -29,7 +29,7 @@ from jshard.engine.rules import data_free
 from jshard.engine.rules.building_blocks import traced
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
-from jshard.engine.rules.values import PARTIAL, Shard, State, Value, arrays_of, in_states
+from jshard.engine.rules.values import PARTIAL, Shard, State, Value, arrays_of, in_states, states_of
 
 # ---- the states of a carry
 
@@ -210,7 +210,7 @@ class Scan:
         self.num_records = len(p.records)
         self.row_states: list[State] = []
         self.passed_through: list[int | None] = []
-        self._trace_in([v.state for v in self.carry])
+        self._trace_in(states_of(self.carry))
 
         self._split_carry_of_batch()
 
@@ -254,8 +254,8 @@ class Scan:
                 new_carry = results[: self.n_carry]
                 stacked = results[self.n_carry :]
                 # Replaced, not extended: JAX may trace the function again.
-                states_after[:] = [v.state for v in new_carry]
-                self.row_states = [v.state for v in stacked]
+                states_after[:] = states_of(new_carry)
+                self.row_states = states_of(stacked)
                 # A stored row that the body returns unread: stacked, the rows are the operand again. `nnx.remat` and
                 # the like return each parameter that they were given.
                 positions = {v: i for i, v in enumerate(scanned) if v.is_stored}
@@ -370,7 +370,7 @@ class _While:
     def run(self) -> list[Value]:
         """Runs the loop in its traced form."""
         operands = [*self.condition_operands, *self.body_operands, *self.carry]
-        states = [v.state for v in self.carry]
+        states = states_of(self.carry)
         iteration = find_carry_states(self.p, self.eqn.params["body_jaxpr"], operands, states, self._trace_iteration)
         iterate = jaxpr_as_fun(iteration.program)
 
@@ -401,7 +401,7 @@ class _While:
                 arguments = [*body_operands, *in_states(xs, states)]
                 results = p.run_body(*opened(self.eqn.params["body_jaxpr"]), arguments)
                 results = [p.materialize(p.reduce_partial(v)) for v in results]
-                states_after[:] = [v.state for v in results]
+                states_after[:] = states_of(results)
                 new_carry = [p.in_state(v, state) for v, state in zip(results, states, strict=True)]
                 if not self.has_rows:
                     return arrays_of(new_carry)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jshard import _compat
 from jshard.engine.rules.building_blocks import find_free_dim, view_of_program
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
-from jshard.engine.rules.values import State, Value, array_bytes, arrays_of, in_states, type_of, with_arrays
+from jshard.engine.rules.values import State, Value, array_bytes, arrays_of, in_states, states_of, type_of, with_arrays
 from jshard.errors import CallError
 from jshard.plans.mesh import FSDP
 from jshard.plans.placement import axes_of, spec_over
@@ -155,7 +155,7 @@ class _InnerShardMap:
             results = [v if v.is_partial else self.p.materialize(v) for v in results]
             results = self._split_on_other_dims(results, self.result_axes)
             # Filled when the `shard_map` below traces this function: before its results are wrapped.
-            states[:] = [v.state for v in results]
+            states[:] = states_of(results)
             return arrays_of(results)
 
         results = self._over_other_axes(run_on_shard)(*arrays_of(values))

@@ -148,6 +148,11 @@ def arrays_of(values: Iterable[Value]) -> list[jax.Array]:
     return [v.x for v in values]
 
 
+def states_of(values: Iterable[Value]) -> list[State]:
+    """Returns the states of values."""
+    return [v.state for v in values]
+
+
 def in_states(xs: Sequence[jax.Array], states: Sequence[State]) -> list[Value]:
     """Returns values of arrays, each in its state."""
     return [Value(x, state) for x, state in zip(xs, states, strict=True)]
