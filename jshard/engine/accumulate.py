@@ -396,6 +396,7 @@ def _zero_sums(params: PyTree, placements: Sequence[Placement | None]) -> PyTree
     leaves, tree = jax.tree.flatten(params)
     zeros = []
     for x, placement in zip(leaves, placements, strict=True):
+        # Without a placement it is no parameter of the plan, and no policy of dtypes applies to it.
         dtype = x.dtype if placement is None else _dtype_of_sum(x.dtype, placement.reduce_dtype)
         zeros.append(jnp.zeros_like(x, dtype))
     return jax.tree.unflatten(tree, zeros)
@@ -409,6 +410,7 @@ def _dtype_of_sum(stored: np.dtype, reduced: str) -> DTypeLike:
 
 def _check_unused(names: list[str], total: int, missed: bool, model: str) -> None:
     """Warns of copies that no call has used, if a call has gathered on its own; raises if no copy was used."""
+    # Not each unused copy is a mistake: a loss need not call all of the model.
     why = (
         "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
         " not stored as by js.shard_init"

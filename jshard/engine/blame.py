@@ -40,6 +40,7 @@ def inside_annotated_call(call: "Call") -> Iterator[None]:
     except FourPartError:  # it names its place
         raise
     except Exception as error:
+        # The innermost call has noted itself; those around it are passed without a note.
         if not any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ())):
             error.add_note(_note(error, call, is_eager=is_eager))
         raise

@@ -146,6 +146,7 @@ class Arguments:
 
     def changes(self, live: LiveArguments, where: str) -> Apart | None:
         """Returns the arguments after the method ran, if it changed lists, dicts or objects among them; else None."""
+        # First: an opaque argument is the same leaf, whatever the method has stored in it.
         _refuse_filled(live, where)
         before = live.before
         after = self._apart((live.args, live.kwargs))

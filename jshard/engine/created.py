@@ -37,6 +37,7 @@ def created(make: Callable[[], list[Any]], shardings: Sequence[Any], mesh: Mesh,
 
 def check_same(where: str, program: str, constants: str) -> None:
     """Raises in every process if they have different programs, or constants such as keys; every process calls it."""
+    # All processes get all digests, and so raise together: one that raised alone would leave the others waiting.
     digests = [tuple(digest) for digest in _processes.exchange("shard_init", [program, constants])]
     if len(set(digests)) == 1:
         return

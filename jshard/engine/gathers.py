@@ -85,6 +85,7 @@ def scaled(x: jax.Array, dtype: DTypeLike, dim: int, num_layer_dims: int = 0) ->
     Returns:
         The codes, and the scales of the rows.
     """
+    # Along the sharded dim each row is on one device: so a shard has the scales of its rows without a collective.
     reduced_dims = tuple(d for d in range(max(num_layer_dims, 0), x.ndim) if d != dim)
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(reduced_dims, keepdims=True)

@@ -223,6 +223,7 @@ def over_axes(
         states: by axis, the state of each argument.
         requested: by axis, the states in which the first results leave.
     """
+    # Each axis wraps the program of those before it: the last one is the outermost call, and runs first.
     last_axis = list(inner)[-1] if inner else None
     for axis, degree in inner.items():
         program = functools.partial(
@@ -275,6 +276,7 @@ def over_axis(
     p = InnerPartitioner(axis, degree)
     p.is_last = is_last
     values = [Value(x, state) for x, state in zip(arrays, states, strict=True)]
+    # Results with a requested state are gradients: what flows to them alone may stay partial until then.
     results = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(requested)))
     num_requested = len(requested)
     leaving = [_in_requested_state(p, v, state) for v, state in zip(results, requested, strict=False)]

@@ -82,6 +82,7 @@ class MethodCall:
         self.arrays = [self._leaves[i] for i in self._array_positions]
         # Split as one graph, so that a variable which the module and an argument share stays one.
         self.graph = (module, tuple(self._leaves[i] for i in self._object_positions))
+        # Parameters apart from other variables: they enter as stored shards, with a plan and a gradient.
         self._graphdef, params, state = nnx.split(self.graph, nnx.Param, ...)
         self.params: FlatState = list(nnx.to_flat_state(params))
         self.state: FlatState = list(nnx.to_flat_state(state))

@@ -120,6 +120,7 @@ class NnxCall:
         state_arrays = [jnp.asarray(x) if isinstance(x, NUMBERS) else x for x in state_leaves]
         self.inputs = [*state_arrays, *arrays]
         self.num_state = len(state_arrays)
+        # The structure of state is part of the key, as it says how the program takes its inputs apart.
         self.key: Hashable = (parts.key(), self._state_tree)
         self.result: Outcome | None = None  # from `body` on
         self.written: Sequence[str] = ()

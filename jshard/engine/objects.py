@@ -81,7 +81,7 @@ def holds(x: Any, is_searched: Callable[[Any], bool]) -> bool:
 def _parts(x: Any, *, in_functions: bool) -> Iterator[Part]:
     """Yields the items and attributes of a value; those of functions and iterators if they are searched."""
     if isinstance(x, dict):
-        for key, item in dict.items(x):
+        for key, item in dict.items(x):  # those of `dict` itself: a class of the user's may compute others
             yield f"[{key!r}]", item
     elif isinstance(x, (list, tuple, set, frozenset, collections.deque)):
         for number, item in enumerate(x):
@@ -232,6 +232,7 @@ class Constant:
 
     value: np.ndarray
 
+    # By identity: NumPy would compare the numbers one by one, and return an array.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constant) and self.value is other.value
 

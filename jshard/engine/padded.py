@@ -97,7 +97,7 @@ def _plain_parameters(module: nnx.Module, unit: Unit, *, is_offloaded: bool) -> 
         if is_offloaded and _compat.on_host(x):
             x = fetched(x)
         params.append(PaddedCandidate(variable, unit, path, x))
-    # Only a traced array can be differentiated.
+    # Only a traced array can be differentiated, and to guard an array is to make another one.
     positions = []
     for i, param in enumerate(params):
         if padding_of(param.variable) is not None and _compat.is_tracer(param.value):

@@ -314,12 +314,13 @@ class Partitioner:
         self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
         try:
             for eqn in jaxpr.eqns:
+                # Under the names and the line that the equation has, which profiles, audits and errors show.
                 with _compat.running(eqn):
                     results = self._run_checked(eqn, [look_up(atom) for atom in eqn.invars])
                 variables.update(zip(eqn.outvars, results, strict=True))
         finally:
             self._needed_elsewhere = outer
-        return [look_up(atom) for atom in jaxpr.outvars]
+        return [look_up(atom) for atom in jaxpr.outvars]  # in any state: who needs another one converts
 
     def is_for_gradients(self, variable: Var) -> bool:
         """Returns whether a variable of the program that runs flows to gradients alone."""

@@ -198,7 +198,7 @@ class Gradient:
         env.update(zip(self._params, params, strict=True))
         env.update(zip(self.kept, kept, strict=True))
         for v in self._unused:
-            env[v] = _zeros(v)  # nothing of a gradient reads them
+            env[v] = _zeros(v)  # nothing of a gradient reads them; `jax.vjp` takes all of its residuals
         return _evaluate(self._recomputed, env, self._residuals)
 
 

@@ -213,6 +213,7 @@ def _inputs_entering(region: Region, inputs: Sequence[Any]) -> list[Crossing]:
     entering = []
     for x in inputs:
         is_split = bool(region.batch) and x.ndim > 0 and x.shape[0] == region.batch
+        # Over `expert` examples are split, too: its devices have different experts, and share the rest of the work.
         inner = {EXPERT: 0} if is_split and EXPERT in region.inner else {}
         may_have_sequence = is_split or not region.batch
         if length and may_have_sequence and x.ndim > 1 and x.shape[1] == length:
@@ -253,7 +254,7 @@ def _copies_of(call: Call) -> list[Any]:
     of_params = [copies.by_id.get(id(x)) for x in call.params]
     for copy, placement in zip(of_params, call.placements, strict=True):
         if copy is None and placement is not None and placement.gathered:
-            copies.missed = True
+            copies.missed = True  # this call gathers on its own, which is worth a warning
             return none
     copies.taken.update(id(x) for x in call.params)
     return of_params

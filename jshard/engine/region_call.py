@@ -253,6 +253,7 @@ class RegionCall(ProgramCall):
         split like a batched one. Otherwise, as for the rows of a Jacobian, the batch is the one that it was.
         """
         region = self.region
+        # Parameters alone may be mapped, as in an ensemble; their number is no batch beside that of the examples.
         divides = size % data_degree(region.mesh) == 0
         maps_examples = any(is_mapped[i] for i in self.examples)
         is_batch = divides and (maps_examples or not region.batch)

@@ -428,6 +428,7 @@ def _taking(jaxpr: ClosedJaxpr, dtypes: Mapping[int, np.dtype]) -> ClosedJaxpr:
 
 def _with_unused(jaxpr: ClosedJaxpr, variables: Sequence[Var]) -> ClosedJaxpr:
     """Returns a program with further operands that it does not use: its transpose takes them."""
+    # New variables: the same one twice among the operands would be one operand.
     if not variables:
         return jaxpr
     unused = [Var(v.aval) for v in variables]

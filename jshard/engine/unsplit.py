@@ -207,7 +207,7 @@ def _is_key(x: jax.ShapeDtypeStruct) -> bool:
     """Returns whether an argument is a random key, also one of the old form."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return True
-    return x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)
+    return x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)  # the words of threefry, and of rbg
 
 
 def _warning(call: TracedCall, rows: Sequence[jax.ShapeDtypeStruct], work: _Work) -> list[str]:

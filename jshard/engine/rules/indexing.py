@@ -87,7 +87,7 @@ def dynamic_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
     # Each shard slices at the same place.
     starts = [p.whole(v) for v in operands[1:]]
     if not value.is_split:
-        return None
+        return None  # only a start was, which is whole now
     shape = type_of(eqn.invars[0]).shape
     sizes = eqn.params["slice_sizes"]
     taken = [d for d, size in enumerate(shape) if sizes[d] != size]
@@ -272,6 +272,7 @@ def _find_own_rows(p: Partitioner, table: Value, indices: Value, indexed_dims: S
 def _gather_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim: int) -> Sequence[int | None] | None:
     """Splits the rows of the indices: a shard gathers its own from the whole operand."""
     dims = eqn.params["dimension_numbers"]
+    # Along an offset dim, a shard would need its part of the operand: such a result is computed whole, and cut.
     if dims.operand_batching_dims or dim in dims.offset_dims:
         return None
     return [None, _index_dims_of_result(eqn).index(dim)]

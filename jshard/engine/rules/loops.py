@@ -260,6 +260,7 @@ class Scan:
                 # the like return each parameter that they were given.
                 positions = {v: i for i, v in enumerate(scanned) if v.is_stored}
                 self.passed_through = [positions.get(v) for v in stacked]
+                # Conversions at the end of an iteration run as often as the body.
                 with self.recorded_times(self.length):
                     carried = self._carried(new_carry, states)
                 return carried, [v.x for v in stacked if v not in positions]
@@ -465,6 +466,7 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 def _common_state(states: Sequence[State]) -> State:
     """Returns the one state for a result of all branches: split if any is, else partial if any is, else whole."""
+
     if any(isinstance(state, Shard) for state in states):
         return states[0] if len(set(states)) == 1 else None
     for state in states:

@@ -100,7 +100,7 @@ def cudnn_attention(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
     Over axes other than the data axes it runs on a part of the heads, as split by `tensor`.
     """
     query = operands[0]
-    # Dropout's mask depends on the position in the batch.
+    # Dropout's mask depends on the position in the batch: a shard's own rows would get that of the first ones.
     if eqn.params["dropout_rate"] or query.ndim != 4:
         return None
     heads = _Heads.of(eqn)
@@ -193,7 +193,7 @@ def _on_part_of_heads(heads: _Heads, run: Callable[..., Sequence[jax.Array]]) ->
         return run
     num_parts = math.prod(axes.values())
     over = tuple(axes)
-    if any(size % num_parts for size in heads.sizes):
+    if any(size % num_parts for size in heads.sizes):  # as of keys and values, which may have fewer heads
         over = None
 
     def spec(dim: int | None) -> P:

@@ -207,6 +207,7 @@ class _InnerShardMap:
         if dim is not None:
             return Value(x, dim)
         for dim, axes in data_axes.items():
+            # No state says that a value is split over some of the data axes.
             with self.p.sends("whole", self.eqn, array_bytes(x) * self._num_parts(axes)):
                 x = lax.all_gather(x, axes, axis=dim, tiled=True)
         return Value(x)
