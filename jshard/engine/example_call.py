@@ -73,6 +73,7 @@ def _batched(
     The new dim comes after all others, so that the dims of the examples in `body` stay right. The equation stays one,
     and is still split over its examples.
     """
+    # The equation must stay: mapped through, its function would be computed for the whole batch on each device.
     operands: list[jax.Array] = []
     in_axes: list[int | None] = []
     for x, dim in zip(arrays, dims, strict=True):

@@ -113,7 +113,7 @@ class _Derivative:
         self.used = self._operands_of_backward(out_avals)
 
     def _operands_of_backward(self, out_avals: Sequence[ShapedArray]) -> list[bool]:
-        # What backward does not read need not be kept for it: a layer's input may be large.
+        # What backward does not read need not be kept for it, such as the input of a large layer.
         reused_avals = [out_avals[k] for k in self.from_outs.values()]
         cotangents = picked(self.out_has_gradient, out_avals)
         program = jax.make_jaxpr(self._gradients)(self.avals, reused_avals, list(self.saved_avals.values()), cotangents)

@@ -57,6 +57,7 @@ def _stack_bytes(unit: Unit, rows: Mapping[str, Placement]) -> dict[str, int]:
 
 def as_traced(plan: ShardPlan) -> ShardPlan:
     """Returns a plan with the layers that the last traced calls of its model gathered one at a time."""
+    # The key of the model's root, by which `note_layers` has recorded them.
     key = key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
     stacks = _stacks(_paths_seen.get(key, ()))
     leaves = [_with_layers(leaf, stacks.get(leaf.path, "")) for leaf in plan.leaves]

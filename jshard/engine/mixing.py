@@ -129,6 +129,7 @@ def key_of_unit(unit: Unit) -> ModelKey:
 
 def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
     """Returns the mixing communication of a model's last traced calls; empty if none was traced."""
+    # Units as well: one may have been called outside of the model, as a region of its own.
     keys: dict[ModelKey, None] = {}  # in order, each once: equal layers are one record
     for i, unit in enumerate(plan.units):
         is_root = i == 0

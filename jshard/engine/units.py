@@ -156,6 +156,7 @@ def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwa
 
 def _logical_params(call: NnxCall, unit: Unit) -> list[Any]:
     """Returns the parameters on the device, without padding; those that this call would gather in their dtype."""
+    # As the region would: the baseline for comparisons has the same dtypes.
     # A unit inside another gathers its own parameters alone; the outermost one also those that no unit inside has.
     gathers = {OWN} if unit.nested else {*call.owners} - {NESTED}
     params = []

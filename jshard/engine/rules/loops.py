@@ -466,7 +466,6 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 def _common_state(states: Sequence[State]) -> State:
     """Returns the one state for a result of all branches: split if any is, else partial if any is, else whole."""
-
     if any(isinstance(state, Shard) for state in states):
         return states[0] if len(set(states)) == 1 else None
     for state in states:

@@ -151,7 +151,7 @@ class PrimitiveRecord:
 PRIMITIVES: dict[str, PrimitiveRecord] = {}
 """The record of each primitive, by name."""
 
-_UNKNOWN = PrimitiveRecord()
+_UNKNOWN = PrimitiveRecord()  # without any fact: computed whole, which is right for every primitive
 
 
 def record_of(eqn: JaxprEqn) -> PrimitiveRecord:
