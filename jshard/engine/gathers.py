@@ -139,6 +139,7 @@ def _small_beside_large(shards: tuple[Shard, ...], mesh: Mesh) -> list[int]:
         return []  # it fuses gathers into products; tied, fewer were hidden (16 % instead of 38 % of 175B on v5p)
     if any(shard.pieces for shard in shards):
         return []  # pieces are fast between neighbours, and the compiler joins the small ones
+    # Of a stack one layer is gathered at a time.
     sizes = [shard.placement.gathered_bytes // shard.placement.layers for shard in shards]
     if max(sizes) < LATENCY_BOUND_BYTES:
         return []

@@ -76,6 +76,7 @@ class _PlannedParam:
 
     @property
     def owner(self) -> str:
+        # One that is never gathered counts as of a unit inside: the region gathers none of these by itself.
         return self.leaf.role if self.placement.gathered else NESTED
 
     @classmethod

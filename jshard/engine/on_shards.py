@@ -45,8 +45,8 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
         call: the call.
         avals: the types of all its operands, and of copies of parameters after them.
     """
-    # Copies are of earlier calls of this region, and known by their types alone. What cannot be told apart is left out,
-    # and gathered again.
+    # Copies are of earlier calls of this region, and known by their types alone. Those that may be of two parameters
+    # are left out, and gathered again.
     region = call.region
     num_operands = len(call.operands)
     copies = region.copies(avals[num_operands:]) or {}
@@ -250,6 +250,8 @@ class _Execution:
         num_results = len(leaving) - len(self.kept)
         self.leaving = leaving[:num_results]
         self.kept = dict(zip(self.kept, leaving[num_results:], strict=True))
+        # In place: `jax.shard_map` was given this list. With inner axes it is called once for each, the last time with
+        # what leaves the region.
         self._out_specs[:] = map(self._region.spec, leaving, ndims)
 
 

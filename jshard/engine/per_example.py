@@ -53,7 +53,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = _arguments_of(args, kwargs, in_axes, name)
         num_examples = _num_examples(arguments, name)
-        trees = []
+        trees = []  # the structure of the results, from each trace of `run`; all are equal
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             args, kwargs = arguments.rebuild(arrays)

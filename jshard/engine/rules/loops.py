@@ -203,6 +203,7 @@ class Scan:
         self.shared = [p.for_inner_trace(p.reduce_partial(v)) for v in operands[:n_consts]]
         self.carry = operands[n_consts:end_of_carry]
         scanned = [p.materialize(p.reduce_partial(v), skip=(0,)) for v in operands[end_of_carry:]]
+        # Split along the iterations, one device has the row of an iteration. Gathered here, it is sent once.
         self.scanned = []
         for value in scanned:
             is_split_along_trips = value.state == 0 or is_stored_along_trips(value)

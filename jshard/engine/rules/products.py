@@ -23,7 +23,7 @@ def flops(eqn: JaxprEqn) -> float:
             num_terms = _num_terms_of_ragged_dot(eqn)
         case _:
             return 0
-    return 2.0 * math.prod(type_of(eqn.outvars[0]).shape) * num_terms
+    return 2.0 * math.prod(type_of(eqn.outvars[0]).shape) * num_terms  # a product and a sum for each term
 
 
 def _num_terms_of_dot(eqn: JaxprEqn) -> int:
