@@ -256,3 +256,20 @@ def test_a_base_is_read_into_a_model_with_adapters_and_the_adapters_by_themselve
     for path, x in flat(nnx.state(again, nnx.LoRAParam)).items():
         np.testing.assert_array_equal(x, trained[path])
         assert not re.search("lora_b", path) or (x != start[path]).any()
+
+
+class Scaled(nnx.Module):
+    """A scalar whose gradient is stopped: in the backward program it is the literal 0."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x) * jax.lax.stop_gradient(self.scale[...])
+
+
+def test_a_scalar_without_use_has_the_gradient_0():
+    model = js.fully_shard(Scaled(nnx.Rngs(0)), mesh=js.mesh())
+    grads = nnx.grad(lambda model, x: model(x).sum())(model, jnp.ones((8, 16)))
+    assert grads["scale"][...] == 0

@@ -1,4 +1,4 @@
-"""A loop over layers gathers a trip's weights in the trip before, no matter who wrote it, and gives the same gradients."""
+"""A loop over layers gathers a trip's weights in the trip before, whatever its form, and gives the same gradients."""
 
 import dataclasses
 import functools
