@@ -49,6 +49,7 @@ def is_node(x: Any) -> bool:
     graphlib = _graphlib()
     if graphlib is not None and type(x) in graphlib.registry:
         return True
+    # By exact type: a subclass of `int` or `str` may be registered as a node.
     if type(x) in SETTINGS:
         return False
     return _is_node_by_public_names(x) if graphlib is None else graphlib.is_node(x)
@@ -67,6 +68,7 @@ def children(node: Any) -> dict[Any, Any]:
     else:
         impl = graphlib.registry.get(type(node)) or graphlib.impl_of(node)
         items = {} if impl is None else impl.node_dict(node)
+    # Flax's own state on a module is no part of the model, and holds no array.
     prefix = private_names.INTERNAL_PREFIX
     return {key: child for key, child in items.items() if not str(key).startswith(prefix)}
 

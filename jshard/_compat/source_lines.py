@@ -48,6 +48,7 @@ def failed_check(error: Any, *, below: str) -> str:
         error: the error of the check.
         below: the file that traced the program; frames outside its own are not the model's.
     """
+    # The innermost frame is first.
     model_frames = itertools.takewhile(lambda frame: frame.file_name != below, error.traceback_info.frames)
     frames = [frame for frame in model_frames if not frame.file_name.startswith((_JAX, _FLAX, _OPTAX, "<"))]
     user_frames = [frame for frame in frames if not _is_library(frame.file_name)]
@@ -96,6 +97,7 @@ def _calling_frame() -> tuple[types.FrameType, int]:
 
 def _is_no_users(file: str) -> bool:
     """Returns whether a file is not user code; jax's frames include the standard library, as for context managers."""
+    # `site-packages` lies in the folder of the standard library: what is installed there counts as the user's.
     return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 
