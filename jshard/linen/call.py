@@ -225,12 +225,14 @@ class LinenCall:
         # A method may run several times. Each run begins with the numbers of keys that the scopes have made until now.
         self._counts = [_copied(scope.rng_counters) for scope in lifted.scopes]
 
+        # The one group, see `call_lifted`; a tree for each outermost scope.
         params = [variables.get(PARAMS, {}) for variables in lifted.variables[0]]
         boxes, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
         self._boxes = [box for _, box in boxes]
         self._paths = [self._path_of(keys) for keys, _ in boxes]
         self.params = [raw_of(box) for box in self._boxes]
         self.names = [dotted(_relative(path, self.path)) for path in self._paths]
+        # Known when `place` has been called: a survey runs the call before there is a layout.
         self.placements: list[Placement | None] = [None] * len(self.params)
         self.owners = [OUTER] * len(self.params)
 
@@ -297,6 +299,7 @@ class LinenCall:
         fields = [x for name, x in _fields(self.module) if name not in self._fields]
         # With its type: 1, 1.0 and True are equal.
         static = tuple((type(x), x) for x in (*fields, *self._leaves.constants))
+        # What the call may write, and what its random keys are derived from.
         scopes = [(scope.mutable, scope.path, scope.rng_counters) for scope in self._lifted.scopes]
         module_state = _compat.exported_state(self.module), nn.get_logical_axis_rules()
         try:
@@ -304,6 +307,7 @@ class LinenCall:
         except (TypeError, ValueError):  # a list, a bound module: equal only to itself
             return object()
         trees = self._leaves.tree, self._arguments.form, self._params_tree
+        # As text: counters are dicts, and filters may be lists, which have no hash.
         return type(self.module), self.function, trees, repr((scopes, module_state)), static
 
     def body(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
@@ -314,6 +318,7 @@ class LinenCall:
         args, kwargs = self._arguments.form.together(argument_leaves, [])
         param_trees = jax.tree.unflatten(self._params_tree, list(params))
         groups = tuple({**group, PARAMS: tree} for group, tree in zip(state, param_trees, strict=True))
+        # Of this run's arrays: a variable that holds another object afterwards was written.
         before = dict(_variables(groups))
         with self.context():
             scopes = self._lifted.make((groups,), keys)
@@ -413,6 +418,7 @@ def call_lifted(
         lifted = LiftedScopes(scopes, make, repack, variables, keys)
         return run(LinenCall(call, args, kwargs, lifted, prefix, interceptor))
 
+    # `True` is the filter that takes all: one group of all variables in, one out, one of all keys.
     return lift.pack(run_split, (True,), (True,), (True,))(scopes)
 
 

@@ -137,6 +137,7 @@ def _interception() -> Iterator[None]:
 @contextlib.contextmanager
 def _context(surroundings: _Running | Survey) -> Iterator[None]:
     """The context of a method, which the engine may run at any time."""
+    # Hashed by identity: both classes are dataclasses with `eq=False`.
     traced_for = surroundings.layout if isinstance(surroundings, _Running) else surroundings
     with during(_surroundings, surroundings), _interception(), _traced_for(traced_for):
         yield
@@ -153,6 +154,7 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
         return plain(*args, **kwargs)
     if isinstance(surroundings, Survey):
         result = plain(*args, **kwargs)
+        # After the call: in a loop or a checkpoint, inner calls of the module come first (see `record_call`).
         surroundings.record_call(module, args, dict(kwargs))
         return result
     function = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the plain method
@@ -214,6 +216,7 @@ def _is_unit(running: _Running, module: nn.Module) -> bool:
     `nn.scan` calls the module of its layers twice: with all of them, and inside the loop with one, which is the unit's.
     """
     path = running.path(module)
+    # A method of the unit may call another one of it, which comes here with the same path.
     if path in ((), running.unit) or path not in running.layout.records:
         return False
     num_stacked = running.layout.records[path].placement.stacked
@@ -285,6 +288,7 @@ def _run_linked(call: InterceptedCall) -> Any:
     leaves = described_leaves(root.variables)
     if in_global_view():
         return _run_as_written(annotation, call)
+    # Without a survey, which would see only the units that this call reaches.
     layout = annotation.layout_by_init(leaves)
     if layout is None:
         _warn_of_unknown(annotation.base.__name__, dotted(tuple(call.module.path)))
@@ -364,6 +368,7 @@ def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any
     leaves = described_leaves(module.variables)
     if not leaves:
         _check_has_parameters(module, kind)
+    # Before the layout, which would plan without the units that were not found.
     survey.check(kind, leaves, annotation.root.placement.ignored)
     layout = annotation.layout_of_init(leaves, survey)
     warn_of_stacks(layout.root.kind, layout.plan, tuple(units.text for units in annotation.choices))

@@ -54,6 +54,7 @@ def raw_of(leaf: Any) -> Any:
     """Returns the array in a box; a leaf without one is its own value."""
     if not is_box(leaf):
         return leaf
+    # Also of nested boxes, such as a `Padded` in an `nn.Partitioned`.
     (raw,) = jax.tree.leaves(leaf)
     return raw
 

@@ -38,6 +38,7 @@ class Trained:
         self.parameters: dict[Path, bool] = {}
         for path, leaf in layout.leaves.items():
             self.parameters[path] = self._is_chosen(path, leaf.placement.shape, leaf.placement.dtype)
+        # The default trains all, and names nothing that the model could lack.
         if wrt is nnx.Param:
             return
         names = {dotted(path) for path in self.parameters}
@@ -55,6 +56,7 @@ class Trained:
             if _is_masked(x):
                 return False
             keys = key_texts(path)
+            # By the end of the path: the state of an optimizer repeats the tree of the parameters.
             parameter = tail_in(self.parameters, keys)
             if parameter is None:
                 return self._is_chosen(keys, x.shape, x.dtype)
@@ -71,6 +73,7 @@ class Trained:
 
     def _is_chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> bool:
         """Applies the filter, which was written for variables of NNX, to a parameter of Linen."""
+        # Without an array: the filter may look at the path, the class and the shape.
         return bool(self._predicate(path, nnx.Param(jax.ShapeDtypeStruct(shape, dtype))))
 
 
