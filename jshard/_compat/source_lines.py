@@ -97,7 +97,7 @@ def _calling_frame() -> tuple[types.FrameType, int]:
 
 def _is_no_users(file: str) -> bool:
     """Returns whether a file is not user code; jax's frames include the standard library, as for context managers."""
-    # `site-packages` lies in the folder of the standard library: what is installed there counts as the user's.
+    # `site-packages` is in the folder of the standard library: what is installed there counts as the user's.
     return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 

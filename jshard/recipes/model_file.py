@@ -102,11 +102,13 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, A
 
 def _check_loss(loss_fn: LossFn, loss: Any) -> None:
     """Raises unless the loss is one real number: for others, the gradient would fail with an error of JAX."""
+    # A `WeightedMean` is judged by its quotient.
     value = mean_of(loss)
     leaves = jax.tree.leaves(value, is_leaf=lambda x: x is None)
     returned = _kind(loss)
     is_single = len(leaves) == 1 and leaves[0] is value and value is not None
     if is_single:
+        # Shape and dtype alone: also of a traced value, and of a number.
         form = jax.eval_shape(jnp.asarray, value)
         if form.shape == () and jnp.issubdtype(form.dtype, jnp.floating):
             return
@@ -221,6 +223,7 @@ class ModelFile:
     @property
     def name(self) -> str:
         """Its name in a run's record: the model's name if it is included in jshard, valid anywhere; else its path."""
+        # A record may be read on another machine, where the folder of the package is another.
         is_included = self.path.parent == shipped_folder()
         return self.path.stem if is_included else str(self.path)
 
@@ -312,6 +315,7 @@ def load_model_file(path: str | Path) -> ModelFile:
     path = model_path(expanded(path))
     _check_file(path)
     folder = str(path.resolve().parent)
+    # A second model file of the folder would add it again.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return _pick(_module(path), path)
@@ -359,16 +363,19 @@ def _module_name(path: Path) -> str:
 
 def _module(path: Path) -> types.ModuleType:
     """Runs a model file as a module, which is in sys.modules, so that the file's classes can be pickled."""
+    # The prefix `MODEL_FILE` marks modules that worker processes load by their file.
     name = _module_name(path)
     resolved = path.resolve()
     module = types.ModuleType(name)
     module.__file__ = str(resolved)
+    # Before the code runs: dataclasses look up their own module there.
     sys.modules[name] = module
     try:
         # As with `python FILE`, and unlike an import: compiled now, so that the last edit is always used.
         exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
+        # An error with its own four parts says more than a wrapper; an interrupt is the user's.
         if isinstance(error, FourPartError | KeyboardInterrupt):
             raise
         raise _file_error(error, path) from error
@@ -401,6 +408,7 @@ def _syntax_error(error: SyntaxError, path: Path) -> ModelFileError:
 
 
 def _missing_module(error: ModuleNotFoundError, name: str, path: Path) -> ModelFileError:
+    # `import a.b` may fail because `a` lacks `b`, or because there is no `a`.
     top = name.partition(".")[0]
     if top in sys.modules:
         why = f"{top!r} exists, but does not have this part."
@@ -475,6 +483,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
         if value is not None:
             functions[name] = value
     wrt = getattr(module, "wrt", nnx.Param)
+    # Not a function like the others, and so not in `_OPTIONAL`; nor is `wrt`.
     hf_types = getattr(module, "hf_types", ())
     problems = [*_wrong_kinds(module.RECIPES, functions, wrt), *_wrong_types(hf_types)]
     if problems:
@@ -518,6 +527,7 @@ def _filter(wrt: Any) -> Any:
     has_patterns = any(isinstance(choice, str) for choice in choices)
     if not has_patterns:
         return wrt
+    # A pattern alone would also match statistics and random keys on its path.
     return nnx.All(nnx.Param, as_filter(wrt))
 
 
