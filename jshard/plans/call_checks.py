@@ -49,6 +49,7 @@ def _has_size_of_padded_array(variable: nnx.Variable, placement: Placement) -> b
     if not placement.padding or dim is None or padding_of(variable) is not None:
         return False
     shape = variable.get_raw_value().shape
+    # Counted from the end, as leading dims may be missing in a loop.
     has_dim = len(shape) >= -dim
     return has_dim and shape[dim] == placement.stored_shape[dim]
 

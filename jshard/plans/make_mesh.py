@@ -112,6 +112,7 @@ def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     remaining = slices
     slices_per_axis = []
     for size in sizes:  # the outermost first: the links between slices are the slowest
+        # As many slices as the axis can span.
         slices_per_axis.append(math.gcd(size, remaining))
         remaining //= slices_per_axis[-1]
     if remaining > 1:
@@ -143,6 +144,7 @@ def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, device
         do = _nearest_call(requested, count, devices) + problem.hint
         raise MeshError(problem.what, where=where, why=problem.why, do=do)
     fixed = _product(requested)
+    # At most one is -1, and `fixed` divides the count: checked above.
     return {axis: count // fixed if n == -1 else n for axis, n in requested.items()}
 
 
@@ -215,6 +217,7 @@ def _product(degrees: Mapping[str, int]) -> int:
 def nearest_degrees(requested: Mapping[str, Any], count: int) -> dict[str, int]:
     """Returns degrees for a number of devices, close to the requested ones: one axis takes the rest."""
     degrees = {axis: n for axis, n in requested.items() if axis in AXES and _is_degree(n)}
+    # Without a -1 `fsdp` takes the rest, as by default.
     rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
     nearest = {rest: -1}
     remaining = max(count, 1)

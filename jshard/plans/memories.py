@@ -89,6 +89,7 @@ def to_device(tree: Any) -> Any:
 def fetched(x: Any) -> Any:
     """Returns an array on the device."""
     if _compat.on_host(x):
+        # By memory alone: the array keeps its sharding.
         return jax.device_put(x, jax.memory.Space.Device)
     return x
 

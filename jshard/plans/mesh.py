@@ -62,6 +62,7 @@ def check_has_devices(mesh: AnyMesh, where: str, *, requested: AnyMesh | None = 
     raise MeshError(
         "Arrays cannot be placed on this mesh.",
         where=where,
+        # A mesh with devices is only refused because it differs.
         why="the annotation used another." if isinstance(mesh, Mesh) else "the annotation used an abstract mesh.",
         do="mesh = js.mesh(fsdp=-1)  # the same for js.fully_shard and js.shard_init",
     )
@@ -79,6 +80,7 @@ def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
 
 def degree(mesh: AnyMesh, axis: str) -> int:
     """Returns the size of a mesh axis; 1 if the mesh lacks it."""
+    # An axis that a mesh lacks and one of degree 1 mean the same.
     return dict(mesh.shape).get(axis, 1)
 
 
@@ -147,6 +149,7 @@ def hosts_along(mesh: AnyMesh, axis: str) -> int:
     lines = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, length)
     hosts = np.vectorize(_host_of(mesh))(lines)
     # Where any line of devices goes from one host to the next: groups of neighbours end there, and have one size.
+    # `hosts` has a row for each line of devices along the axis.
     borders = np.flatnonzero(np.diff(hosts).any(0)) + 1
     group_size = math.gcd(length, *borders.tolist())
     return length // group_size
