@@ -110,7 +110,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def cudnn_assumed(version: tuple[int, int], capability: tuple[int, int]) -> Iterator[Callable[[], bool]]:
-    """Inside it, JAX assumes a cuDNN and a GPU when it traces and lowers attention; yields whether it has checked them.
+    """Makes JAX assume a cuDNN and a GPU when it lowers attention inside; yields whether it has checked them.
 
     It checks the loaded library and the first GPU of the process, and a plan has neither. There is no public switch; if
     the private names are gone, this does nothing, and JAX refuses the model.

@@ -102,7 +102,7 @@ def _described_cluster(cluster: Any, port: str | None) -> tuple[str, str, int, i
 
 @contextlib.contextmanager
 def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """Inside this context, the environment has only these variables, which JAX's detection then reads."""
+    """Replaces the environment, which JAX's detection reads, by these variables inside the context."""
     saved = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)

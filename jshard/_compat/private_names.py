@@ -111,7 +111,7 @@ class PrivateName:
 
     @contextlib.contextmanager
     def replaced(self, value: Any) -> Iterator[None]:
-        """Inside this context, the library finds another value under this name; does nothing if it is gone."""
+        """Lets the library find another value under this name inside the context; does nothing if it is gone."""
         before = self.find()
         self.replace(value)
         try:

@@ -119,7 +119,7 @@ def axis_names(jaxpr: jex.Jaxpr) -> list[str]:
 
 @contextlib.contextmanager
 def equation_context(eqn: jex.JaxprEqn) -> Iterator[None]:
-    """Inside it, traced operations have the lines, names and settings (compute_on, metadata, mesh) of an equation."""
+    """Gives operations traced inside the lines, names and settings (compute_on, metadata, mesh) of an equation."""
     with running(eqn), eqn.ctx.manager:
         yield
 
@@ -135,7 +135,7 @@ def scan_arguments(eqn: jex.JaxprEqn) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def fast_shape_tracing() -> Iterator[None]:
-    """Inside this context, building a large model abstractly takes time linear in its size.
+    """Makes the time to build a large model abstractly, inside this context, linear in its size.
 
     Flax reads the sharding of every traced RNG counter; jax raises an AttributeError whose text, which Flax discards,
     costs a search through the whole program so far: quadratic, two thirds of the time for 96 layers. There is no public
@@ -147,7 +147,7 @@ def fast_shape_tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(eqn: jex.JaxprEqn) -> Iterator[None]:
-    """Inside it, traced operations have the lines, names and settings of an equation; the mesh stays the same."""
+    """Gives operations traced inside the lines, names and settings of an equation; the mesh stays the same."""
     # Below the scopes that are open here, as if the equation were traced inside them.
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with contextlib.ExitStack() as contexts:

@@ -40,7 +40,7 @@ def value_and_grad(
     has_aux: bool = False,
     wrt: Filter = nnx.Param,
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
+    """Computes `nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
 
     The batch is split into `accumulate` = n microbatches: microbatch i has the rows i, i + n, i + 2n and so on, so
     that every data shard keeps its own rows. Loss and gradients are the means over them. Where a loss is a plain mean

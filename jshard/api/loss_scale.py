@@ -148,7 +148,7 @@ def scaled_value_and_grad(
     sync: str = "each",
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """`js.value_and_grad` with the loss multiplied by the scale in an optimizer's state.
+    """Computes `js.value_and_grad` with the loss multiplied by the scale in an optimizer's state.
 
     Args:
         loss_fn: `loss_fn(model, *batch)`, as in `js.value_and_grad`.

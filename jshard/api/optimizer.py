@@ -42,7 +42,7 @@ def shard_optimizer(
 def shard_optimizer(
     model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
 ) -> Any:
-    """An `nnx.Optimizer` whose state is created sharded; for a Linen model the transformation for its `TrainState`.
+    """Returns an `nnx.Optimizer` with state created sharded; for a Linen model the transformation for its `TrainState`.
 
     State with the shape of a parameter is placed like the parameter; other large state is sharded along a divisible
     dim; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
@@ -263,7 +263,7 @@ class OffloadedOptimizer(nnx.Optimizer):
     """An `nnx.Optimizer` for arrays in host memory: they are updated on the device, then copied back."""
 
     def update(self, model: nnx.Module, grads: optax.Updates, /, **kwargs: Any) -> optax.Updates:
-        """Like `nnx.Optimizer.update`, one part of the parameters after another; the updates are on the device."""
+        """Updates like `nnx.Optimizer.update`, part of the parameters by part; the updates are on the device."""
         graphdef, state = nnx.split((model, self))
         leaves, tree = jax.tree.flatten(state)
         grad_leaves, grads_tree = jax.tree.flatten(grads)
@@ -274,6 +274,7 @@ class OffloadedOptimizer(nnx.Optimizer):
             nonlocal updates_tree
             model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, arrays[:num_leaves]))
             grads = jax.tree.unflatten(grads_tree, arrays[num_leaves:])
+            # Further arguments, such as the loss, belong to no parameter, and so to no part.
             updates = nnx.Optimizer.update(optimizer, model, grads, **to_device(kwargs))
             update_leaves, updates_tree = jax.tree.flatten(updates)
             return [*jax.tree.leaves(nnx.state((model, optimizer))), *update_leaves]

@@ -33,7 +33,7 @@ def scan_layers(
     method: str = "__call__",
     **kwargs: Any,
 ) -> Any:
-    """`for layer in layers: x = layer(x, *args, **kwargs)`, as one `jax.lax.scan` over all layers.
+    """Runs `for layer in layers: x = layer(x, *args, **kwargs)` as one `jax.lax.scan` over all layers.
 
     A convenience: a list of layers is stacked, their state is written back, and layers that cannot be scanned raise.
     Any other scan over stacked layers, such as `nnx.scan`, has the same schedule in a sharded model. Outside a sharded

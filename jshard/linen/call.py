@@ -278,12 +278,14 @@ class LinenCall:
         """Pads parameters where needed: they may be plain arrays, or padded for another mesh."""
         for i, (box, placement) in enumerate(zip(self._boxes, self.placements, strict=True)):
             padding = None if placement is None else Padding.of(placement)
+            # By way of the logical array, whatever the padding was.
             if padding_in(box) != padding:
                 logical = fetched(box.unbox() if isinstance(box, Padded) else box)
                 self.params[i] = logical if padding is None else padding.pad(logical)
 
     def place(self, layout: Layout) -> Unit:
         """Sets the storage and the gathering unit of the call's parameters; returns the unit's record."""
+        # The region of a module that is no unit has the settings of the root.
         unit_path = self.path if self.path in layout.records else ()
         self.placements = []
         self.owners = []

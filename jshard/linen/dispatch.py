@@ -103,6 +103,7 @@ def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **
 def call_function(function: FreeFunction, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs a function of a bound, annotated module as one call, like a method of its class."""
     annotation = annotation_of(module)
+    # As in `_run_from_outside`, where Flax does not bring a function that is no method.
     call = InterceptedCall(module, function, args, kwargs, functools.partial(function, module, *args, **kwargs))
     if annotation is None or is_inside_model():
         return call.run_plain()
@@ -125,7 +126,7 @@ def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _interception() -> Iterator[None]:
-    """A context in which Flax passes every method call to `_intercept`; nested uses have no further effect."""
+    """Makes Flax pass every method call to `_intercept` inside the context; nested uses have no further effect."""
     if _is_intercepting.get():
         yield
         return
@@ -136,7 +137,7 @@ def _interception() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _context(surroundings: _Running | Survey) -> Iterator[None]:
-    """The context of a method, which the engine may run at any time."""
+    """Sets what a method finds around it; entered at each run, because the engine may run the method at any time."""
     # Hashed by identity: both classes are dataclasses with `eq=False`.
     traced_for = surroundings.layout if isinstance(surroundings, _Running) else surroundings
     with during(_surroundings, surroundings), _interception(), _traced_for(traced_for):
@@ -258,6 +259,7 @@ def _call_unit(running: _Running, call: InterceptedCall) -> Any:
 
 def _run_beside(running: _Running, call: InterceptedCall) -> Any:
     """Runs a call in global view: around units that are never gathered, of such a unit, or beside them, as a region."""
+    # A table is further inside: its calls, and those beside it, come here one by one.
     if running.path(call.module) in running.layout.global_view_paths:
         with _context(running):
             return call.run_plain()
@@ -321,6 +323,7 @@ def _run_as_written(annotation: Annotation, call: InterceptedCall) -> Any:
 
     def run(linen_call: LinenCall) -> tuple[Any, Lifted]:
         linen_call.optimizer = annotation.root.optimizer
+        # Gradients of padded parameters are guarded here, as no region does it.
         params = linen_call.logical(linen_call.guarded(linen_call.params))
         outs, state = linen_call.body(params, linen_call.inputs)
         assert linen_call.result is not None, "it has run"
@@ -335,6 +338,7 @@ def _run_as_written(annotation: Annotation, call: InterceptedCall) -> Any:
 def _is_stored_otherwise(module: nn.Module) -> bool:
     """Returns whether a parameter that a bound module may read is padded or in host memory."""
     assert module.scope is not None, "it is bound"
+    # Of the outermost scope: a module may borrow others from anywhere below it.
     params = module.scope.root.variables().get(PARAMS, {})
     boxes = [leaf for _, leaf in flat_params(params)]
     if any(map(is_padded, boxes)):

@@ -36,6 +36,7 @@ def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has
         return value, (aux, state)
 
     placements = (_placements(trained, layout), _placements(frozen, layout))
+    # No state passes between microbatches: collections that a call changes are results of the user's loss.
     return Loss(run, trained, frozen, (), placements, layout.root, layout.root.kind)
 
 
@@ -89,6 +90,7 @@ def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
 
 def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
     """Returns the result of `build()`, created by one compiled program."""
+    # First: this trace of `build` calls `init`, by which the layout below is known.
     leaves, tree = jax.tree.flatten(linen_shapes(build, model))
     annotation = annotation_for(model)
     places = annotation.layout.places

@@ -230,7 +230,7 @@ def _padded_class(base: type[nnx.Variable], padding: Padding) -> type[nnx.Variab
 
 @contextlib.contextmanager
 def padding_kept() -> Iterator[None]:
-    """A context in which padded arrays are written as they are: they come from a program that keeps the zeros."""
+    """Lets padded arrays be written as they are inside this context: they come from a program that keeps the zeros."""
     token = _padding_is_kept.set(True)
     try:
         yield

@@ -490,7 +490,7 @@ def _tuples(data: Any) -> Any:
 
 
 def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
-    """Where every parameter of an annotated model is; the model may be concrete or abstract.
+    """Returns where every parameter of an annotated model is; the model may be concrete or abstract.
 
     Args:
         model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. For a
@@ -557,6 +557,7 @@ def _trained_others(
         value = variable.get_raw_value()
         is_float = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(value.dtype, jnp.inexact)
         if is_float and is_trained(path, variable):
+            # Placed as if the annotation ignored it.
             replicated = place(
                 dotted(path), value.shape, value.dtype, (), degrees, PlacementPolicy(), MixedPrecision(), ignored=True
             )

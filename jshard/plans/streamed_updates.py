@@ -133,6 +133,7 @@ class _LazyProgram:
         """Returns the results that are unchanged arguments, such as frozen parameters; None for the others."""
         unchanged: list[Any] = []
         for variable, target in zip(self._results, like, strict=True):
+            # In a jaxpr a result that is passed on is the argument's variable itself.
             argument = None if isinstance(variable, Literal) else self._arguments.get(variable)
             target_on_host = target is not None and _compat.on_host(target)
             stays = argument is not None and _compat.on_host(argument) == target_on_host

@@ -117,7 +117,7 @@ def _decoder(
     epsilon: float = 1e-6,
     theta: float = 10_000.0,
 ) -> tuple[ConfigKey, ...]:
-    """The keys of Llama and its relatives; `shared` and `width` are the defaults of kv heads and of a head's width."""
+    """Returns the keys of Llama and its relatives; the defaults of kv heads and of a head's width are arguments."""
     # All defaults are those of the config class in Transformers, which a file may leave out.
     wide = ConfigKey(name="hidden_size", field="d_model", default=4096)
     heads = ConfigKey(name="num_attention_heads", field="n_head", default=32)

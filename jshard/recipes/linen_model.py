@@ -100,7 +100,7 @@ _is_on = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def inference(is_on: bool) -> Iterator[None]:
-    """Inside this context, a module's field `deterministic` or `use_running_average` is treated as True."""
+    """Sets a module's field `deterministic` or `use_running_average` to True while it is called inside this context."""
     with contextlib.ExitStack() as stack:
         if is_on:
             stack.enter_context(_is_on(True))

@@ -71,7 +71,7 @@ class ModelFileError(ShardingError):
 
 
 def next_token_loss(model: Any, batch: Batch) -> jax.Array:
-    """Mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token."""
+    """Returns the mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token."""
     check_is_text(batch, where="batch of next_token_loss")
     logits = model(batch["inputs"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
@@ -143,6 +143,7 @@ def _problem_of_metrics(metrics: Any) -> str:
             wrong.append(f"{name!r} {jnp.shape(value)}")
     if wrong:
         return f"a metric must be a scalar with a name: {', '.join(wrong)}."
+    # Prefixes of the record: for evaluations, and for the slowest process.
     taken = sorted(name for name in metrics if name in _TAKEN or name.startswith(("val_", "slow_")))
     if taken:
         return f"{', '.join(map(repr, taken))}: the record has fields with these names."

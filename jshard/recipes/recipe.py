@@ -281,6 +281,7 @@ def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
     """Yields the settings whose values are invalid alone."""
     for key, least in _LEAST.items():
         value = getattr(recipe, key)
+        # `Integral` has NumPy's integers, too, and True, which is no number of steps.
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             is_whole = isinstance(value, float) and value.is_integer()
             proposal = int(value) if is_whole else max(least, 1)

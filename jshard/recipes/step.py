@@ -164,6 +164,7 @@ def trace_step(
     leaves, tree = jax.tree.flatten(jax.tree.map(as_array, state))
     placed = []
     for leaf in leaves:
+        # As `_on_mesh` does with arrays: counters of an optimizer may not be on the mesh yet.
         sharding = getattr(leaf, "sharding", None) or everywhere
         placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
     return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate=accumulate, learning_rate=None)
