@@ -73,6 +73,7 @@ def _write_from_any_process(
     try:
         put(cache_key, module_name, executable, backend, int(compile_time_secs))
     except Exception as error:  # as in JAX: a program that cannot be stored must not end a run
+        # The run continues, and the next one compiles this program again.
         warnings.warn(f"{module_name} is not stored: {type(error).__name__}: {error}", stacklevel=2)
 
 

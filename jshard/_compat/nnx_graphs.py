@@ -95,6 +95,7 @@ def _children_by_public_names(node: Any) -> dict[Any, Any]:
         return dict(sorted(map(_list_item, vars(node).items()), key=_numbers_first))
     if isinstance(node, nnx.Pytree):
         return dict(sorted(vars(node).items()))
+    # One level: every value but the node itself counts as a leaf.
     items, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return dict(sorted((_key_of(path), child) for path, child in items))
 
@@ -107,6 +108,7 @@ def _list_item(attribute: tuple[str, Any]) -> tuple[int | str, Any]:
 
 def _numbers_first(item: tuple[int | str, Any]) -> tuple[bool, int | str]:
     key = item[0]
+    # Numbers and texts cannot be compared: numbers first, as Flax sorts them.
     return isinstance(key, str), key
 
 

@@ -47,6 +47,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     for path, module in nested_units(model):
         unit = record_of(module)
         is_root = not path
+        # A unit that is never gathered has no schedule.
         if unit.placement.gathered and not is_root:
             unit = _changed(unit, settings, is_layer=id(module) in layers)
         units[path] = unit

@@ -133,6 +133,7 @@ def boxed(tree: Any, places: StatePlaces) -> Any:
         if is_padded(x):
             return x
         padding = places.padding(key_texts(path), getattr(x, "shape", ()))
+        # By path and shape, so that the moments of a parameter are boxed like it.
         return x if padding is None else Padded(padding.pad(x), padding)
 
     return jax.tree.map_with_path(boxed_leaf, tree, is_leaf=is_padded)

@@ -228,12 +228,14 @@ class LinenCall:
         # The one group, see `call_lifted`; a tree for each outermost scope.
         params = [variables.get(PARAMS, {}) for variables in lifted.variables[0]]
         boxes, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
+        # The array itself where a parameter has no box: in the order of the tree, as all lists of parameters here.
         self._boxes = [box for _, box in boxes]
         self._paths = [self._path_of(keys) for keys, _ in boxes]
         self.params = [raw_of(box) for box in self._boxes]
         self.names = [dotted(_relative(path, self.path)) for path in self._paths]
         # Known when `place` has been called: a survey runs the call before there is a layout.
         self.placements: list[Placement | None] = [None] * len(self.params)
+        # Until `place`, all count as gathered outside, as those are that the layout does not have.
         self.owners = [OUTER] * len(self.params)
 
         self._fields = _array_fields(call.module)
@@ -300,6 +302,7 @@ class LinenCall:
         """A key that is equal for calls of one module with the same program; its path is part of its random keys."""
         fields = [x for name, x in _fields(self.module) if name not in self._fields]
         # With its type: 1, 1.0 and True are equal.
+        # Constants are part of the program: another value needs another trace.
         static = tuple((type(x), x) for x in (*fields, *self._leaves.constants))
         # What the call may write, and what its random keys are derived from.
         scopes = [(scope.mutable, scope.path, scope.rng_counters) for scope in self._lifted.scopes]
@@ -328,6 +331,7 @@ class LinenCall:
             # The copy continues the state of the module: `setup` may have run, and submodules may have been numbered.
             copy = _compat.in_state_of(self.module, module)
             live = self._arguments.live(args, kwargs)
+            # Flax has no wrapper around it that would have to be taken over.
             if isinstance(self.function, FreeFunction):
                 result = self.function(copy, *args, **kwargs)
             else:
@@ -364,6 +368,7 @@ class LinenCall:
         self, returned: Any, changed: Mapping[VariablePlace, Any], live: border.LiveArguments
     ) -> tuple[Arrays, Arrays]:
         """Returns the arrays in a result, and in changed variables and arguments; the rest is stored in `result`."""
+        # First the result, then variables: `finish` reads the leaves in this order.
         results = border.results(returned, live, self.location)
         variables = border.results(list(changed.values()), live, self.location)
         if any(isinstance(x, (nn.Module, nn.Variable)) for x in (*results.leaves, *variables.leaves)):
@@ -389,6 +394,7 @@ class LinenCall:
             num_results=num_results,
             num_changed=len(variables.leaves),
             places=tuple(changed),
+            # As after this run: an equal call, which does not run, sets its scopes to them.
             counts=tuple(_copied(scope.rng_counters) for scope in self._lifted.scopes),
         )
         return picked(is_array[:num_results], results.leaves), picked(is_array[num_results:], changed_leaves)
@@ -396,6 +402,7 @@ class LinenCall:
     def _path_of(self, keys: tuple) -> Path:
         """Returns the path of a parameter from the annotated module, without the keys that a box adds."""
         scope, *rest = keys
+        # The first key is the position in the list of outermost scopes.
         return _relative((*self._outermost[scope.idx].path, *key_texts(tuple(rest))), self.prefix)
 
 

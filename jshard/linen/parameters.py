@@ -75,6 +75,7 @@ def described(leaf: Any, path: Path) -> Leaf:
     Raises:
         AnnotationError: it is not an array.
     """
+    # A box with two arrays, or a number of Python: neither has one shape to plan by.
     values = jax.tree.leaves(leaf)
     if len(values) != 1 or not hasattr(values[0], "shape"):
         raise AnnotationError(
@@ -89,6 +90,7 @@ def described(leaf: Any, path: Path) -> Leaf:
     shape = tuple(raw.shape)
     if padding is not None:
         shape = padding.logical_shape(raw.shape)
+    # The dtype as text: leaves are keys of layouts, and equal dtypes must be equal there.
     return Leaf(shape, jnp.dtype(raw.dtype).name, _spec_of(leaf))
 
 

@@ -74,6 +74,7 @@ class Survey:
         if choice is None:
             return
         if path not in self.units:
+            # Of its own class: a pattern may choose modules of several classes.
             record = dataclasses.replace(self.choices[choice].record, kind=type(module).__name__)
             self.units[path] = SeenUnit(record, choice)
         unit = self.units[path]

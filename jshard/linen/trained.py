@@ -53,6 +53,7 @@ class Trained:
         """
 
         def is_trained(path: tuple, x: Any) -> bool:
+            # Optax's own placeholders, in the state of a masked transformation: they have no array.
             if _is_masked(x):
                 return False
             keys = key_texts(path)
@@ -67,6 +68,7 @@ class Trained:
     def split(self, tree: Any) -> tuple[Any, Any]:
         """Returns a tree as two: the trained parameters, and the frozen ones."""
         mask = self.mask(tree)
+        # Placeholders keep the structure, so that `joined` can map over both parts.
         trained = jax.tree.map(lambda is_trained, x: x if is_trained else Frozen(), mask, tree)
         frozen = jax.tree.map(lambda is_trained, x: Frozen() if is_trained else x, mask, tree)
         return trained, frozen

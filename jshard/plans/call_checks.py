@@ -14,6 +14,7 @@ from jshard.plans.units import Path, dotted
 
 def check_has_arrays(name: str, values: Iterable[object]) -> None:
     """Raises for a call of a model without arrays."""
+    # One is enough: an abstract model has no array at all.
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in values):
         raise CallError(
             "The model has no arrays.",

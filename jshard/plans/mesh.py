@@ -116,6 +116,7 @@ def region_degree(mesh: AnyMesh) -> int:
 
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:
     """Returns the axes over which a region is manual: its own, and others of degree 1, which compiles best."""
+    # `tensor` above 1 stays automatic: the compiler splits products along it.
     return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in REGION_AXES or size == 1)
 
 
@@ -126,6 +127,7 @@ def data_degree(mesh: AnyMesh) -> int:
 
 def data_shards(degrees: Mapping[str, int]) -> int:
     """Returns the number of batch shards on a mesh of these degrees."""
+    # `context` splits sequences: its devices share the rows of one data shard.
     return math.prod(degrees.get(axis, 1) for axis in DATA_AXES)
 
 
@@ -137,6 +139,7 @@ def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
     context_degree = degree(mesh, CONTEXT)
     has_sequence = context_degree > 1 and len(shape) > 1 and shape[1] % context_degree == 0
     if has_sequence:
+        # Dim 1 of a batch is the sequence.
         return NamedSharding(mesh, PartitionSpec(data_axes(mesh), CONTEXT))
     return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
 

@@ -73,6 +73,7 @@ def _without_idle_axes(entry: Entry, degrees: Mapping[str, int]) -> Entry:
     """
     axes = axes_of(entry)
     remaining = tuple(axis for axis in axes if axis != FSDP and degrees.get(axis, 1) != 1)
+    # In the form of the model, text or tuple, where nothing was left out.
     if remaining == axes:
         return entry
     return remaining or None

@@ -31,6 +31,7 @@ def wide_dtype(dtype: Any) -> Any:
 
     Unlike `jnp.promote_types`, also for floats of 8 bits or less, which have no common dtype with others.
     """
+    # Complex numbers are at least 64 bits wide, with parts in float32.
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if is_narrow else dtype
 
@@ -85,6 +86,7 @@ class MixedPrecision:
 
     def _check_wire_is_narrower(self) -> None:
         reduced = self.reduce_dtype or self.param_dtype
+        # Without either, the sum is in the stored dtype, which differs by parameter: `_dtypes` then decides for each.
         if self.wire_dtype is None or reduced is None:
             return
         if jnp.dtype(self.wire_dtype).itemsize >= jnp.dtype(reduced).itemsize:

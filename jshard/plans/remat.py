@@ -165,5 +165,6 @@ def _depends_on_name(policy: Policy, prim: Primitive, args: tuple[Any, ...], par
     """
     if prim.name != "name":
         return False
+    # Another answer means that the policy asked for this name, and so for a value that the model named itself.
     other_name = {**params, "name": "a name that nothing has"}
     return policy(prim, *args, **params) != policy(prim, *args, **other_name)

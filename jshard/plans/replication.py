@@ -119,6 +119,7 @@ def _check_parameters(
     total_bytes = _total_bytes(placement for _, placement in parameters)
     indivisible: dict[str, Placement] = {}
     for path, placement in parameters:
+        # Those replicated for another reason are small, empty, so by request, or on a mesh that shards nothing.
         if placement.because.startswith(INDIVISIBLE) and not is_named(path, allowed):
             indivisible[path] = placement
     large_from = _large_from_bytes(total_bytes)

@@ -23,6 +23,7 @@ class StatePlaces:
     """
 
     def __init__(self, plan: ShardPlan, *, over_replica: bool = False) -> None:
+        # As text: an index of a list is a number in a model's path, and may be a text in that of a state.
         self._parameters = {tuple(map(str, leaf.keys[0])): leaf.placement for leaf in plan.leaves}
         self._over_replica = over_replica
         self._degrees = dict(plan.mesh)

@@ -202,6 +202,7 @@ def _occurrences_in(
         if holds_array(node) and not is_key(node.get_raw_value()):
             yield node, path, units
         return
+    # Other variables are no parameters, whatever their values hold.
     if isinstance(node, nnx.Variable) or id(node) in open_nodes:
         return
     if unit_of(node) is not None:

@@ -397,7 +397,7 @@ class Peak:
 def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the total peak of devices; None if unknown: for CPUs, and with a warning for other accelerators.
 
-    It is dense bf16, whatever dtype the model computes in.
+    It is dense bf16 (of a V100, which has none, fp16), whatever dtype the model computes in.
     """
     if devices[0].platform == "cpu":
         # Nobody states a peak for CPUs, and a measured matrix product is none: others exceed it.
