@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jshard._compat import private_names
 
 ESTIMATES_AMPERE = jax.__version_info__ < (0, 11)
-"""Whether XLA's analytical latency estimator works for an A100: that of jaxlib 0.12 ends the process there."""
+"""Whether XLA's analytical latency estimator is known to work for an A100; that of jaxlib 0.12 ends the process."""
 
 
 def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:

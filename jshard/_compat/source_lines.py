@@ -83,11 +83,13 @@ def _innermost_user_frame(error: BaseException) -> traceback.FrameSummary | None
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns with the file and line of the user's calling code: the innermost outside jax, flax and jshard."""
     frame, line = _calling_frame()
+    # Not by `stacklevel`: how many frames of libraries are in between depends on the way here.
     warnings.warn_explicit(text, category, frame.f_code.co_filename, line)
 
 
 def _calling_frame() -> tuple[types.FrameType, int]:
     """Returns the innermost frame of user code, and its line; the outermost of all if there is none."""
+    # Innermost first.
     frames = list(traceback.walk_stack(None))
     for frame, line in frames:
         if not _is_no_users(frame.f_code.co_filename):

@@ -104,6 +104,7 @@ class _Stack:
         _check_equal(self.calls)
         self.call = self.calls[0]  # represents all
 
+    # Cached: the length and the scan read it, and the layers are stacked once.
     @functools.cached_property
     def rows(self) -> tuple[list[Any], list[Any]]:
         """The parameters and the other variables, with a row per layer."""

@@ -161,6 +161,7 @@ def _problem_of(
     requested: Mapping[str, int], unknown: Mapping[str, int], count: int, devices: Devices
 ) -> _Problem | None:
     """Returns what is wrong with the requested degrees, or None; the arguments are those of `_fill`."""
+    # In this order: later checks compute with degrees that the earlier ones have found valid.
     if unknown:
         return _Problem(
             what=f"The mesh has no axis {', '.join(map(repr, unknown))}.",
@@ -223,6 +224,7 @@ def nearest_degrees(requested: Mapping[str, Any], count: int) -> dict[str, int]:
     remaining = max(count, 1)
     for axis in reversed(AXES):  # the innermost keeps as much as it can
         if axis != rest:
+            # A second -1 counts as 1: only one axis takes the rest.
             requested_degree = max(degrees.get(axis, 1), 1)
             nearest[axis] = _largest_divisor(remaining, at_most=requested_degree)
             remaining //= nearest[axis]

@@ -129,6 +129,7 @@ def _values(family: Family, config: Config) -> tuple[dict[ConfigKey, Any], dict[
         try:
             values[key] = key.stored(config)
         except (ValueError, TypeError, AttributeError) as error:
+            # Of a key with several names, the one that the file has.
             present = next((name for name in key.names if config.get(name) is not None), key.name)
             problems[present] = str(error)
     return values, problems

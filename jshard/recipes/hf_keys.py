@@ -224,6 +224,7 @@ class LayerWindow(SlidingWindow):
             window = super().stored(config)
         num_layers = self.layers.stored(config)
         kinds = config.get("layer_types")
+        # An explicit list of layers replaces their number in `max_window_layers`.
         if kinds is not None:
             num_sliding = _num_named(kinds, num_layers)
         else:
@@ -379,6 +380,7 @@ class Rope(ConfigKey):
         kind = _kind_of_scaling(part)
         keys = {}
         for name, value in part.items():
+            # A null is like an absent key; these three are read already.
             if value is not None and name not in ("rope_type", "type", "partial_rotary_factor"):
                 keys[name] = value
         longest = self.length.stored(config)
@@ -408,6 +410,7 @@ class Rope(ConfigKey):
     def fields(self, value: Any) -> dict[str, Any]:
         """See `ConfigKey.fields`."""
         scaling = {f"rope_scaling.{name}": setting for name, setting in value.items() if name != "rope_theta"}
+        # The fields of other kinds stay in the recipe, where they have no effect.
         if value["kind"] == "default":
             scaling = {"rope_scaling.kind": "default"}
         return {"rope_theta": value["rope_theta"]} | scaling
@@ -447,6 +450,7 @@ def _settle_yarn(keys: dict[str, Any], longest: int) -> None:
 
 def _scaling_value(key: ScalingKey, keys: Mapping[str, Any]) -> Any:
     value = keys.get(key.name, key.default)
+    # None in the recipe, too: it follows from `factor` when positions are scaled.
     if value is None and key.name == "attention_factor":
         return None
     if value is None:

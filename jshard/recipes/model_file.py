@@ -264,6 +264,7 @@ class ModelFile:
             return None
         try:
             names = self.hf_names(config)
+        # Such an error is complete; most are ValueErrors, too, which the next clause would wrap.
         except FourPartError:
             raise
         except ValueError as error:
@@ -346,6 +347,7 @@ def _problem_of_file(path: Path) -> str:
         return "it is not a file."
     if not path.is_file():
         return f"no such file, seen from {Path.cwd()}; the included models are {', '.join(shipped_models())}."
+    # Also a link to such a file, whatever its own name is.
     if ".py" not in (path.suffix, path.resolve().suffix):
         return f"a model file is Python and ends in .py; this is {path.name!r}."
     return ""
