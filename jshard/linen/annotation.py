@@ -88,6 +88,7 @@ class Annotation:
 
     def known_layout(self, leaves: Leaves) -> Layout:
         """Returns the layout found by `init` for these parameters; an error if it was not traced."""
+        # In place of a survey: the error is raised only if no `init` knows these parameters.
         return self.layout_of(leaves, self._unknown)
 
     def plain(self, module: nn.Module) -> nn.Module:
@@ -105,6 +106,7 @@ class Annotation:
         """Returns the layout that `init` found for these parameters in other dtypes; None without one."""
         key = _without_dtypes(leaves.items())
         for known_leaves, layout in self.layouts.items():
+            # A cast changes no path, shape or spec.
             if _without_dtypes(known_leaves) == key:
                 recast = layout.with_dtypes({path: leaf.dtype for path, leaf in leaves.items()})
                 # One object for equal parameters: layouts are part of jit's cache key by identity.

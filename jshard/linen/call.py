@@ -330,6 +330,7 @@ class LinenCall:
             module, args, kwargs = set_module_scopes(_with_fields(self.module, fields), args, kwargs, scopes)
             # The copy continues the state of the module: `setup` may have run, and submodules may have been numbered.
             copy = _compat.in_state_of(self.module, module)
+            # Taken before the method runs, which may change what it received.
             live = self._arguments.live(args, kwargs)
             # Flax has no wrapper around it that would have to be taken over.
             if isinstance(self.function, FreeFunction):
@@ -353,6 +354,7 @@ class LinenCall:
         leaves = merged(result.is_array, outs, result.static)
         end_of_changed = result.num_results + result.num_changed
         values = result.changed.together(leaves[result.num_results : end_of_changed], [])
+        # What the method changed in lists, dicts or objects among its arguments.
         if result.arguments is not None:
             self._arguments.write(result.arguments, leaves[end_of_changed:])
         returned = self._arguments.result(result.results, leaves[: result.num_results])

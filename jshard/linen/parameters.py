@@ -97,6 +97,7 @@ def described(leaf: Any, path: Path) -> Leaf:
 def _spec_of(leaf: Any) -> tuple[Any, ...]:
     """Returns what a box of the user's says of the dims of its array: an axis of the mesh, or a name, for each."""
     if isinstance(leaf, nn.LogicallyPartitioned):
+        # As Flax resolves them: rules of the box first, then those of the context.
         rules = leaf.rules or nn.get_logical_axis_rules()
         if not rules:
             return leaf.names  # the placement's axis_rules apply
