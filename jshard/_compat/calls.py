@@ -93,6 +93,7 @@ def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> A
         return mlir.lower_fun(jex.jaxpr_as_fun(closed), multiple_results=True)(ctx, *operands)
     constants = [_lowered_constant(const) for const in closed.consts]
     module_context = ctx.module_context
+    # A branch for some platforms is lowered for these alone, as in JAX's own rule for a call.
     if ctx.platforms is not None:
         module_context = module_context.replace(platforms=ctx.platforms)
     results, tokens = mlir.jaxpr_subcomp(
@@ -106,6 +107,7 @@ def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> A
         const_lowering=ctx.const_lowering,
         outer_traceback=None,
     )
+    # Tokens order effects, such as ordered callbacks: the equations after this one continue from these.
     ctx.set_tokens_out(tokens)
     return results
 
@@ -140,8 +142,11 @@ class _LinearFunction:
         """Returns the function of a result of `jax.vjp`; None if it is not where it was, or cannot be run."""
         try:
             sources, is_zero, program = vjp.fun.args[:3]
+            # `idx` counts all arguments. In place of one that the function does not read, JAX has an object of this
+            # private class, known here by its name: it must stay a leaf, or the numbers would shift.
             arguments = jax.tree.leaves(vjp.args_res, is_leaf=lambda x: type(x).__name__ == "NotNeeded")
             residuals = []
+            # A residual is an argument itself, or a value that forward has computed.
             for source in sources:
                 values = arguments if source.primal else vjp.opaque_residuals
                 residuals.append(values[source.idx])
@@ -171,6 +176,7 @@ def tangents_of(vjp: Any, tangents: Sequence[Any], results: Sequence[jax.ShapeDt
     if linear is None:
         transposed_again = jax.linear_transpose(lambda cotangents: vjp(cotangents)[0], list(results))
         return transposed_again(list(tangents))[0]
+    # The program computes only the tangents that are not zero for all arguments.
     computed = iter(core.eval_jaxpr(linear.program, linear.residuals, *tangents, *linear.structured_residuals))
     tangents_out = []
     for aval, is_zero in zip(results, linear.is_zero, strict=True):

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jshard._compat import private_names
 
 ESTIMATES_AMPERE = jax.__version_info__ < (0, 11)
-"""Whether XLA's analytical latency estimator is known to work for an A100."""
+"""Whether XLA's analytical latency estimator is known to work for an A100; that of jaxlib 0.12 ends the process."""
 
 
 def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
@@ -49,7 +49,7 @@ def use_program_cache(cache: Any, folder: str) -> None:
 def set_program_cache(cache: Any, folder: str) -> None:
     """Makes JAX store compiled programs in a cache of ours; in its own form if the private name is gone."""
     private_names.CACHE_OF_FOLDER.replace(lambda path: (cache, path))
-    compilation_cache.reset_cache()  # JAX keeps the cache that it opened first
+    compilation_cache.reset_cache()  # JAX keeps the cache that it opened first, and would never call the function above
     jax.config.update("jax_compilation_cache_dir", folder)
 
 
@@ -73,6 +73,7 @@ def _write_from_any_process(
     try:
         put(cache_key, module_name, executable, backend, int(compile_time_secs))
     except Exception as error:  # as in JAX: a program that cannot be stored must not end a run
+        # The run continues, and the next one compiles this program again.
         warnings.warn(f"{module_name} is not stored: {type(error).__name__}: {error}", stacklevel=2)
 
 
@@ -96,6 +97,7 @@ class _AssumedCudnn:
 
     def is_at_least(self, capability: str) -> bool:
         """Returns whether the GPU has at least a compute capability, such as "9.0"."""
+        # As numbers: as text, "10.0" would be below "9.0".
         return self._capability >= _numbers(capability)
 
     def is_equal(self, capability: str) -> bool:
@@ -109,7 +111,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def cudnn_assumed(version: tuple[int, int], capability: tuple[int, int]) -> Iterator[Callable[[], bool]]:
-    """Inside it, JAX assumes a cuDNN and a GPU when it traces and lowers attention; yields whether it has checked them.
+    """Makes JAX assume a cuDNN and a GPU when it lowers attention inside; yields whether it has checked them.
 
     It checks the loaded library and the first GPU of the process, and a plan has neither. There is no public switch; if
     the private names are gone, this does nothing, and JAX refuses the model.

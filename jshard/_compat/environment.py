@@ -35,6 +35,7 @@ def hide_useless_cuda() -> None:
         return
     for version in CUDA_VERSIONS:
         sys.modules[f"jax_{version}_plugin"] = None  # type: ignore[assignment]  # Python's form of: no such module
+        # JAX finds the plugin's folder on disk, and imports it by this name: it gets the empty module.
         empty = types.ModuleType(f"jax_plugins.xla_{version}")
         empty.initialize = lambda: None  # type: ignore[attr-defined]  # called by jax for every plugin
         sys.modules[empty.__name__] = empty
@@ -84,6 +85,7 @@ def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | 
         return None
     with _environment(environ):
         for cluster in cluster_types:
+            # As `jax.distributed.initialize` chooses: the first that is present, without those that a user has to name.
             if not cluster.opt_in_only_method and cluster.is_env_present():
                 return _described_cluster(cluster, environ.get("JAX_COORDINATOR_PORT"))
     return None
@@ -100,7 +102,7 @@ def _described_cluster(cluster: Any, port: str | None) -> tuple[str, str, int, i
 
 @contextlib.contextmanager
 def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """Inside this context, the environment has only these variables, which JAX's detection then reads."""
+    """Replaces the environment, which JAX's detection reads, by these variables inside the context."""
     saved = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
@@ -129,12 +131,14 @@ def orbax_operations(least: int = 0) -> int:
     """Returns the number of operations that Orbax has counted in this process, raised to a minimum.
 
     Its barriers are named by that number, which every process counts itself: after a failure in only some of the
-    processes, they would never meet again. If the private names are gone, it is 0, and nothing is raised.
+    processes their numbers differ, and they would never meet again. If the private names are gone, it is 0, and
+    nothing is raised.
     """
     counter = private_names.ORBAX_COUNTER
     count = private_names.ORBAX_COUNT.find()
     if count is None or not counter.exists():
         return 0
+    # By Orbax's own function: the attribute only shows its counter, and setting it would have no effect.
     while counter.find() < least:
         count()
     return int(counter.find())
@@ -142,5 +146,6 @@ def orbax_operations(least: int = 0) -> int:
 
 def before_threads_end(work: Callable[[], object]) -> None:
     """Calls a function when the program ends, while thread pools still accept work: `atexit` runs after they close."""
+    # A private name of Python, which the pools themselves use; without it the work runs after they close.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(work)

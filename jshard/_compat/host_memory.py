@@ -45,6 +45,7 @@ class _HostSharding(NamedSharding):
         return hash((super().__hash__(), self.memory_kind))
 
     def __eq__(self, other: object) -> bool:
+        # JAX keys its caches by shardings: this one must differ from that on the device, with the same mesh and spec.
         return isinstance(other, _HostSharding) and super().__eq__(other)
 
 

@@ -68,6 +68,7 @@ def transformed_methods(base: type[nn.Module]) -> dict[str, Any]:
     """Returns the methods of a class that were created by Flax's transformations."""
     methods = {}
     for name in dir(base):
+        # As the class has it: a descriptor might run code, or return something else.
         method = inspect.getattr_static(base, name)
         if is_transformed(method):
             methods[name] = method

@@ -49,6 +49,7 @@ def is_node(x: Any) -> bool:
     graphlib = _graphlib()
     if graphlib is not None and type(x) in graphlib.registry:
         return True
+    # By exact type: a subclass of `int` or `str` may be registered as a node.
     if type(x) in SETTINGS:
         return False
     return _is_node_by_public_names(x) if graphlib is None else graphlib.is_node(x)
@@ -67,6 +68,7 @@ def children(node: Any) -> dict[Any, Any]:
     else:
         impl = graphlib.registry.get(type(node)) or graphlib.impl_of(node)
         items = {} if impl is None else impl.node_dict(node)
+    # Flax's own state on a module is no part of the model, and holds no array.
     prefix = private_names.INTERNAL_PREFIX
     return {key: child for key, child in items.items() if not str(key).startswith(prefix)}
 
@@ -93,6 +95,7 @@ def _children_by_public_names(node: Any) -> dict[Any, Any]:
         return dict(sorted(map(_list_item, vars(node).items()), key=_numbers_first))
     if isinstance(node, nnx.Pytree):
         return dict(sorted(vars(node).items()))
+    # One level: every value but the node itself counts as a leaf.
     items, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return dict(sorted((_key_of(path), child) for path, child in items))
 
@@ -105,6 +108,7 @@ def _list_item(attribute: tuple[str, Any]) -> tuple[int | str, Any]:
 
 def _numbers_first(item: tuple[int | str, Any]) -> tuple[bool, int | str]:
     key = item[0]
+    # Numbers and texts cannot be compared: numbers first, as Flax sorts them.
     return isinstance(key, str), key
 
 

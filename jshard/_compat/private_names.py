@@ -84,6 +84,7 @@ class PrivateName:
         Raises:
             UnsupportedVersionError: the installed version does not have it.
         """
+        # Not by `find() is None`: what has the name may be None, such as the client of a run that is not distributed.
         if not self.exists():
             raise self.missing()
         return self.find()
@@ -110,7 +111,7 @@ class PrivateName:
 
     @contextlib.contextmanager
     def replaced(self, value: Any) -> Iterator[None]:
-        """Inside this context, the library finds another value under this name; does nothing if it is gone."""
+        """Lets the library find another value under this name inside the context; does nothing if it is gone."""
         before = self.find()
         self.replace(value)
         try:
@@ -132,6 +133,7 @@ class PrivateName:
         )
 
     def _owner(self) -> Any:
+        # Looked up at each use: an import at the top would load Flax and Orbax into processes that need neither.
         owner: Any = importlib.import_module(self.module)
         for part in self.path.split(".")[:-1]:
             owner = getattr(owner, part)

@@ -48,6 +48,7 @@ def failed_check(error: Any, *, below: str) -> str:
         error: the error of the check.
         below: the file that traced the program; frames outside its own are not the model's.
     """
+    # The innermost frame is first.
     model_frames = itertools.takewhile(lambda frame: frame.file_name != below, error.traceback_info.frames)
     frames = [frame for frame in model_frames if not frame.file_name.startswith((_JAX, _FLAX, _OPTAX, "<"))]
     user_frames = [frame for frame in frames if not _is_library(frame.file_name)]
@@ -82,11 +83,13 @@ def _innermost_user_frame(error: BaseException) -> traceback.FrameSummary | None
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns with the file and line of the user's calling code: the innermost outside jax, flax and jshard."""
     frame, line = _calling_frame()
+    # Not by `stacklevel`: how many frames of libraries are in between depends on the way here.
     warnings.warn_explicit(text, category, frame.f_code.co_filename, line)
 
 
 def _calling_frame() -> tuple[types.FrameType, int]:
     """Returns the innermost frame of user code, and its line; the outermost of all if there is none."""
+    # Innermost first.
     frames = list(traceback.walk_stack(None))
     for frame, line in frames:
         if not _is_no_users(frame.f_code.co_filename):
@@ -96,6 +99,7 @@ def _calling_frame() -> tuple[types.FrameType, int]:
 
 def _is_no_users(file: str) -> bool:
     """Returns whether a file is not user code; jax's frames include the standard library, as for context managers."""
+    # `site-packages` is in the folder of the standard library: what is installed there counts as the user's.
     return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 

@@ -70,11 +70,13 @@ def is_concrete(x: Any) -> bool:
 
 def in_trace() -> bool:
     """Returns whether operations are being traced, whatever their operands."""
+    # Inside a trace even a constant is an equation of it.
     return is_tracer(jax.numpy.zeros(()))
 
 
 def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Runs an equation of a jaxpr on other values; returns its results."""
+    # `get_bind_params` turns programs among the parameters back into the functions that some primitives bind.
     results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     if eqn.primitive.multiple_results:
         return list(results)
@@ -105,6 +107,7 @@ def _custom_rule(memoized: Any) -> Any:
 
 def with_results(jaxpr: jex.Jaxpr, outvars: Sequence[jex.Var]) -> jex.Jaxpr:
     """Returns a jaxpr with other results."""
+    # The paths name the old results; JAX's own checks refuse a jaxpr with more or fewer paths than results.
     return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info._replace(result_paths=None))
 
 
@@ -116,13 +119,14 @@ def axis_names(jaxpr: jex.Jaxpr) -> list[str]:
 
 @contextlib.contextmanager
 def equation_context(eqn: jex.JaxprEqn) -> Iterator[None]:
-    """Inside it, traced operations have the lines, names and settings (compute_on, metadata) of an equation."""
+    """Gives operations traced inside the lines, names and settings (compute_on, metadata, mesh) of an equation."""
     with running(eqn), eqn.ctx.manager:
         yield
 
 
 def scan_arguments(eqn: jex.JaxprEqn) -> tuple[int, int]:
     """Returns how many arguments of an equation of `jax.lax.scan` are constants, and how many are carried."""
+    # Up to jax 0.11.
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
@@ -131,7 +135,7 @@ def scan_arguments(eqn: jex.JaxprEqn) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def fast_shape_tracing() -> Iterator[None]:
-    """Inside this context, building a large model abstractly takes time linear in its size.
+    """Makes the time to build a large model abstractly, inside this context, linear in its size.
 
     Flax reads the sharding of every traced RNG counter; jax raises an AttributeError whose text, which Flax discards,
     costs a search through the whole program so far: quadratic, two thirds of the time for 96 layers. There is no public
@@ -143,7 +147,8 @@ def fast_shape_tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(eqn: jex.JaxprEqn) -> Iterator[None]:
-    """Inside it, traced operations have the lines, names and settings of an equation; the mesh stays the same."""
+    """Gives operations traced inside the lines, names and settings of an equation; the mesh stays the same."""
+    # Below the scopes that are open here, as if the equation were traced inside them.
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with contextlib.ExitStack() as contexts:
         for context in _settings(eqn.ctx):
@@ -160,6 +165,7 @@ def _settings(context: Any) -> Iterator[Any]:
         from jax.experimental.xla_metadata import set_xla_metadata
 
         yield set_xla_metadata(**context.xla_metadata)
+    # Random numbers depend on it: an equation must draw the bits that its own trace asked for.
     partitionable: Any = jax.threefry_partitionable
     if context.threefry_partitionable != partitionable.value:
         yield partitionable(context.threefry_partitionable)

@@ -56,6 +56,7 @@ def _run(eqn: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
     if name == "all_gather_invariant":
         return [_all_gather(x, params) for x in operands]
     if name in _CUSTOM_DERIVATIVES:
+        # `custom_vjp_call_jaxpr` has the program under the second name.
         inner = params.get("call_jaxpr") or params["fun_jaxpr"]
         return without_varying(inner.jaxpr, inner.consts)(*operands)
     if name == "shard_map":
@@ -78,6 +79,7 @@ def _run_shard_map(params: dict[str, Any], operands: list[Any]) -> list[Any]:
         without_varying(params["jaxpr"], ()),
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
+        # Only the axes of this one: those of the shard_map around it are manual already.
         axis_names=set(params["newly_manual_axes"]),
         check_vma=False,
     )
@@ -110,6 +112,7 @@ def _plain(value: Any, *, is_kernel: bool) -> Any:
     if isinstance(value, jex.ClosedJaxpr) and not is_kernel:
         return _traced(value.jaxpr, value.consts)
     if isinstance(value, jex.Jaxpr) and not is_kernel:
+        # The parameter's type is a jaxpr without constants, which has no place for any.
         closed = _traced(value, ())
         assert not closed.consts, "a program without constants has some"
         return closed.jaxpr
@@ -121,5 +124,6 @@ def _plain(value: Any, *, is_kernel: bool) -> Any:
 
 
 def _traced(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
+    # An aval has no program in it, so `is_kernel` has no effect.
     types = [_plain(var.aval, is_kernel=True) for var in jaxpr.invars]
     return jax.make_jaxpr(without_varying(jaxpr, consts))(*types)

@@ -79,6 +79,7 @@ def settle(variable: nnx.Variable) -> None:
         return
     value = variable.get_raw_value()
     settled = home.settled(value)
+    # Past the home: a plain write would settle again.
     if settled is not value:
         write_past_home(variable, settled)
 
@@ -116,6 +117,7 @@ def _with_home(copy: Callable[..., nnx.Variable]) -> Callable[..., nnx.Variable]
     def with_home(self: nnx.Variable, *args: Any, **kwargs: Any) -> nnx.Variable:
         copied = copy(self, *args, **kwargs)
         home = home_of(self)
+        # Flax makes a copy with a fresh trace state, which has no home.
         if home is not None and type(copied) is type(self):
             give_home(copied, home)
         return copied
@@ -125,8 +127,10 @@ def _with_home(copy: Callable[..., nnx.Variable]) -> Callable[..., nnx.Variable]
 
 def _go_through_homes(cls: Any) -> None:
     """Makes the writes of a variable's class go through homes: Flax has no hook that all of them call."""
+    # A variable without a home is written as before, at the price of one look-up.
     cls.set_raw_value = _settling(cls.set_raw_value)
     cls.update_from_state = _settling(cls.update_from_state)
+    # First to the home's devices, because Flax computes with the value when it writes a part; then to its sharding.
     cls.set_value = _arriving(_settling(cls.set_value))
     cls.copy = _with_home(cls.copy)
 

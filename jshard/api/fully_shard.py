@@ -44,6 +44,7 @@ from jshard.plans.units import (
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
 
+# Numbers for lists of modules that form one unit: modules with one number are one row of the plan.
 _groups = itertools.count()
 
 
@@ -123,7 +124,9 @@ def fully_shard(
         prefetch=prefetch,
         fallback=fallback,
     )
+    # The filter is hashable: records of units are keys of caches.
     unit = Unit(mesh, policy, dataclasses.replace(placement, ignored=as_filter(placement.ignored)))
+    # Before any module is changed: an error here leaves the model plain.
     checks.check_unit(unit)
     root = unit
     if units is not None:  # remat of the root would run every unit three times
@@ -148,6 +151,7 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
             why="the submodules of an nnx model already exist, and can be annotated one by one.",
             do='js.fully_shard(model.blocks[0], mesh=mesh, remat="full")  # then the root',
         )
+    # A pattern is a sequence of letters, too.
     choices = list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
     chosen_modules = []
     kinds: dict[str, str] = {}  # classes of the submodules, each with the path of one
@@ -180,6 +184,7 @@ def _annotate_all(modules: list[nnx.Module], root: Unit, chosen_modules: list[nn
     """
     if len(modules) > 1:
         root = dataclasses.replace(root, policy=dataclasses.replace(root.policy, group=next(_groups)))
+    # Inner ones first: a plan is made with the units inside, whose records must exist.
     records = [(module, unit) for module in chosen_modules] + [(module, root) for module in modules]
     done: list[nnx.Module] = []
     try:
@@ -187,9 +192,11 @@ def _annotate_all(modules: list[nnx.Module], root: Unit, chosen_modules: list[nn
             _annotate(module, record)
             done.append(module)
         ignored = unit.placement.ignored
+        # `as_filter` returns False for None: no parameter is ignored.
         if ignored is not False:
             checks.check_patterns_used(ignored, _paths_from_units(modules))
     except AnnotationError:
+        # Their arrays stay as they were placed: a later annotation places them again.
         for module in done:
             detach(module)
         raise
@@ -208,6 +215,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     """Makes one module a unit, plans it with the units inside, and places the arrays."""
     checks.check_new_unit(module, record)
     checks.check_variables(module)
+    # Before the plan, which reads shapes and dtypes.
     _replace_numbers_by_arrays(module)
     # A unit before its plan is made: the plan is that of all units in the module, itself included.
     attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
@@ -223,6 +231,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
         line = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
         optimizer = LogicalOptimizer(line)
     store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
+    # Of all parameters of this module: two units inside it may hold one array.
     placed: set[int] = set()
     for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
         _place(leaf.variable, planned.placement, record.mesh)
@@ -280,7 +289,9 @@ class _Use:
 
 def _leaves(module: nnx.Module) -> dict[Path, Leaf]:
     """Returns the parameters of a module whose units have records, as a plan takes them."""
+    # By identity: a module that is used in two places is one unit, with its first path.
     unit_paths = {id(unit_module): path for path, unit_module in nested_units(module)}
+    # By identity, in tree order: a tied parameter is one leaf, at its first path.
     uses: dict[int, list[_Use]] = {}
     for variable, path, unit_modules in occurrences(module):
         around = tuple(unit_paths[id(unit_module)] for unit_module in unit_modules)
@@ -316,9 +327,12 @@ def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
     if _model_axes(variable):  # Flax would place it, and its copies in the optimizer, by the model's axes alone
         variable.set_metadata(eager_sharding=False)
     sharding = sharding_of(mesh, placement.partition_spec, on_host=placement.on_host)
+    # An abstract model: its shapes carry the shardings to `shard_init` and to a restore.
     if isinstance(value, jax.ShapeDtypeStruct):
         value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    # A value of a trace is in no memory that it could be moved from.
     elif is_concrete(mesh) and not _compat.is_tracer(value):
         value = placed_apart(value, sharding)
     store(variable, padding, value)
+    # Last: the home is that of the stored array, and moves the value where it is elsewhere.
     settle_in(variable, home_in(mesh, placement))

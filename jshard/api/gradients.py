@@ -40,7 +40,7 @@ def value_and_grad(
     has_aux: bool = False,
     wrt: Filter = nnx.Param,
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
+    """Computes `nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
 
     The batch is split into `accumulate` = n microbatches: microbatch i has the rows i, i + n, i + 2n and so on, so
     that every data shard keeps its own rows. Loss and gradients are the means over them. Where a loss is a plain mean
@@ -89,6 +89,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def run(trained: Any, *batch: Any) -> Any:
+        # Plain differentiation: the one microbatch is the whole batch, and `sync` has no effect.
         if accumulate == 1:
             return gradients(loss_fn, trained, batch, settings)
         arrays, with_arrays = opened(batch)  # a dataclass of arrays is cut like a dict of them
@@ -121,6 +122,7 @@ class _Settings:
 def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[Tree, ...], settings: _Settings) -> Any:
     """Returns the loss, with aux if it has one, and the gradients; changes the model's state."""
     unit = record_of(model)
+    # Here, as differentiation would fail first, with an error of JAX about the type of an argument.
     check_has_arrays(f"{plain_class(model).__name__}.__call__", jax.tree.leaves(nnx.state(model)))
     has_aux = settings.has_aux
     if settings.num_microbatches == 1:
@@ -131,6 +133,7 @@ def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[Tree, 
     if settings.reduces_once:
         _check_are_parameters(loss.params, loss.name)
     value, aux, grads, state = accumulated(loss, batch, settings.num_microbatches, once=settings.reduces_once)
+    # What the last microbatch has left, such as statistics and counts of keys.
     nnx.update(model, state)
     return ((value, aux) if has_aux else value), grads
 
@@ -169,13 +172,17 @@ def _mean(loss_fn: LossFunction, has_aux: bool) -> LossFunction:
 def _nnx_loss(loss_fn: LossFunction, model: nnx.Module, unit: Unit, settings: _Settings) -> Loss:
     """Returns the loss as a function of the trained parameters, the frozen ones, and the other state of the model."""
     wrt = settings.wrt
+    # In this order: a filter takes what those before it have left, so the frozen ones are the other parameters.
     graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)
 
     def run(params: Tree, frozen: Tree, state: Tree, microbatch: Tree) -> tuple[Any, tuple[Tree, Tree]]:
+        # A copy: the loss may write to its variables, and is traced more than once.
         live_model = nnx.merge(graphdef, params, frozen, state, copy=True)
+        # All microbatches start from the same parameters: a loss that writes one is refused.
         with parameters_fixed():
             result = loss_fn(live_model, *microbatch)
         loss, aux = result if settings.has_aux else (result, None)
+        # Only the other state passes to the next microbatch.
         _, _, _, next_state = nnx.split(live_model, wrt, nnx.Param, ...)
         return loss, (aux, next_state)
 
@@ -196,6 +203,7 @@ def _current_placement(model: nnx.Module, unit: Unit, path: Path, variable: nnx.
         return None
     if not is_as_placed(variable, leaf.placement):
         return None
+    # The model may have been cast since its annotation.
     return as_stored(leaf, variable.get_raw_value().dtype, lambda: units_in(model)).placement
 
 

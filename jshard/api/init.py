@@ -78,6 +78,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     concrete_mesh = check_has_devices(record_of(abstract).mesh, where, requested=mesh)
 
     parameters = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
+    # A parameter that holds a tree of arrays is in no plan, and replicated.
     planned = {path: variable for path, variable in parameters if holds_array(variable)}
     shardings = []
     paddings = []
@@ -85,6 +86,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
         if path in planned:
             shardings.append(planned[path].get_raw_value().sharding)
         else:
+            # What is no parameter, such as statistics and keys, is whole on every device.
             shardings.append(NamedSharding(concrete_mesh, PartitionSpec()))
         paddings.append(padding_of(planned.get(path)))
 
@@ -130,6 +132,7 @@ def _annotated(model: Any, annotate: Callable[[Any], Any]) -> Any:
 
 def _built_and_split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     """Builds a model and splits it; a `tensor` axis in the model's metadata must not place arrays yet."""
+    # Read first: the variables record the setting under which they are made.
     eager = nnx.using_eager_sharding()
     with nnx.use_eager_sharding(False):
         model = build()
@@ -150,8 +153,10 @@ def _built_and_split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
 def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     """Returns a model's graph, and its state with shapes in place of arrays."""
     with _compat.fast_shape_tracing():
+        # The graph is static, and comes out of the trace as it is.
         graphdef, shapes = jax.eval_shape(lambda: _built_and_split(build))
     model = nnx.merge(graphdef, shapes)
+    # A tracer that outlives its trace: Flax took the attribute for a static value.
     lost = [dotted(path) for path, node in walk(model) if _compat.is_tracer(node)]
     if lost:
         raise AnnotationError(

@@ -79,6 +79,7 @@ class LossScale:
 
         def init(params: optax.Params) -> LossScaleState:
             zero = jnp.zeros((), jnp.int32)
+            # In float32: the largest scale is infinite in float16.
             return LossScaleState(jnp.asarray(self.initial, jnp.float32), zero, zero, inner.init(params))
 
         def update(
@@ -90,6 +91,7 @@ class LossScale:
             def if_finite(new: jax.Array, old: jax.Array) -> jax.Array:
                 return jnp.where(is_finite, new, old)
 
+            # Computed in any case, and dropped below if the gradients are not finite.
             updates, inner_state = inner.update(grads, state.inner, params, **extra)
             next_inner_state = jax.tree.map(if_finite, inner_state, state.inner)
             updates = jax.tree.map(lambda u: if_finite(u, jnp.zeros_like(u)), updates)
@@ -99,9 +101,11 @@ class LossScale:
 
     def _next_state(self, state: LossScaleState, is_finite: jax.Array, inner: optax.OptState) -> LossScaleState:
         """Returns the state after an update; `inner` is that of the optimizer."""
+        # This update included.
         grows = state.good_steps + 1 >= self.growth_interval
         good_steps = jnp.where(is_finite & ~grows, state.good_steps + 1, 0)
         larger = jnp.minimum(state.scale * self.factor, _LARGEST_SCALE)
+        # Below 1 the scale would add underflow, which it is there to avoid.
         smaller = jnp.maximum(state.scale / self.factor, 1.0)
         scale = jnp.where(is_finite, jnp.where(grows, larger, state.scale), smaller)
         return LossScaleState(scale, good_steps, state.skipped + ~is_finite, inner)
@@ -122,6 +126,7 @@ def loss_scale_of(optimizer: Any) -> LossScaleState | None:
     def is_scale(node: object) -> bool:
         return isinstance(node, LossScaleState)
 
+    # Both `nnx.Optimizer` and a `TrainState` have their state under this name; an Optax state is one itself.
     state = getattr(optimizer, "opt_state", optimizer)
     scales = [node for node in jax.tree.leaves(state, is_leaf=is_scale) if is_scale(node)]
     if not scales:
@@ -143,7 +148,7 @@ def scaled_value_and_grad(
     sync: str = "each",
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """`js.value_and_grad` with the loss multiplied by the scale in an optimizer's state.
+    """Computes `js.value_and_grad` with the loss multiplied by the scale in an optimizer's state.
 
     Args:
         loss_fn: `loss_fn(model, *batch)`, as in `js.value_and_grad`.
@@ -165,6 +170,7 @@ def scaled_value_and_grad(
     state = loss_scale_of(optimizer)
     if state is None:
         return value_and_grad(loss_fn, **settings)
+    # Read now: the function must be made inside the step, or it keeps the scale of this moment.
     scale = state.scale
 
     # Both are widened first: floats of 8 bits have no common dtype with the scale.
@@ -183,6 +189,7 @@ def scaled_value_and_grad(
     def run(model: nnx.Module, *batch: Any) -> Any:
         result, scaled_gradients = value_and_grad(scaled_loss_fn, **settings)(model, *batch)
         loss = (result[0] if has_aux else result) / scale
+        # JAX computes with arrays of one memory alone.
         gradients = jax.tree.map(unscaled, to_device(scaled_gradients))
         gradients = back(gradients, scaled_gradients)  # those of parameters in host memory are there, too
         return ((loss, result[1]) if has_aux else loss), gradients

@@ -42,7 +42,7 @@ def shard_optimizer(
 def shard_optimizer(
     model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
 ) -> Any:
-    """An `nnx.Optimizer` whose state is created sharded; for a Linen model the transformation for its `TrainState`.
+    """Returns an `nnx.Optimizer` with state created sharded; for a Linen model the transformation for its `TrainState`.
 
     State with the shape of a parameter is placed like the parameter; other large state is sharded along a divisible
     dim; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
@@ -86,16 +86,20 @@ def shard_optimizer(
         return linen_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
     abstract = abstract_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
     model_arrays = jax.tree.leaves(nnx.state(model))
+    # A model without arrays has nothing to restore, and gets an optimizer with arrays.
     is_abstract_model = bool(model_arrays) and all(isinstance(x, jax.ShapeDtypeStruct) for x in model_arrays)
     if is_abstract_model:
         return abstract
     graphdef, state = nnx.split(abstract)
     shardings = jax.tree.map(lambda x: x.sharding, state)
+    # An argument: closed over, the arrays would be constants of the program.
     model_graph, model_state = nnx.split(model)
 
     def init(model_state: nnx.State) -> nnx.State:
         model_on_device = nnx.merge(model_graph, to_device(model_state))
+        # The class that was chosen above: `OffloadedOptimizer` where state is in host memory.
         optimizer = type(abstract)(model_on_device, abstract.tx, wrt=wrt)
+        # Padded inside the program, whose results must divide by their shardings.
         return nnx.state(_with_padding(optimizer, _places(model, over_replica=shard_replicated)))
 
     state = jax.jit(init, out_shardings=shardings)(model_state)  # no device ever has the whole state
@@ -115,6 +119,7 @@ def abstract_optimizer(
     if unit.optimizer is not None:
         unit.optimizer.exists = True  # from here on, gradients of padded parameters are not refused
     places = _places(model, over_replica=shard_replicated)
+    # Updates are added to parameters, which are never split over `replica`: this gathers them again.
     placed_tx = _placed_transformation(tx, places, _places(model, over_replica=False), mesh)
     kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
     optimizer = nnx.eval_shape(lambda model: kind(model, placed_tx, wrt=wrt), model)
@@ -167,6 +172,7 @@ def _pad_replaced_parameters(model: nnx.Module, unit: Unit) -> None:
     for path, variable in walk(model):
         if isinstance(variable, nnx.Param) and path in unit.by_path:
             planned.append((path, variable, unit.by_path[path].placement))
+    # All are checked before one is changed.
     check_stored(plain_class(model).__name__, planned)
     for _, variable, placement in planned:
         if is_as_placed(variable, placement):
@@ -194,6 +200,7 @@ def _with_shardings(path: Path, variable: nnx.Variable, places: StatePlaces, mes
     keys = tuple(map(str, path))
 
     def with_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # By path and shape: what has not the shape of its parameter, as in Adafactor, has a placement of its own.
         sharding = sharding_of(mesh, places.spec(keys, x.shape), on_host=places.on_host(keys, x.shape))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -240,6 +247,7 @@ def _placed_transformation(
     def update(
         grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        # Before and after the user's update: else the compiler chooses again.
         constrained = places.held((grads, state), mesh)
         grads, state, params, extra = jax.tree.map_with_path(cut, (*constrained, params, extra))
         with during(update_layout, UpdateLayout(places, mesh)):  # for the optimizers of `js.shard_matrices`
@@ -255,7 +263,7 @@ class OffloadedOptimizer(nnx.Optimizer):
     """An `nnx.Optimizer` for arrays in host memory: they are updated on the device, then copied back."""
 
     def update(self, model: nnx.Module, grads: optax.Updates, /, **kwargs: Any) -> optax.Updates:
-        """Like `nnx.Optimizer.update`, one part of the parameters after another; the updates are on the device."""
+        """Updates like `nnx.Optimizer.update`, part of the parameters by part; the updates are on the device."""
         graphdef, state = nnx.split((model, self))
         leaves, tree = jax.tree.flatten(state)
         grad_leaves, grads_tree = jax.tree.flatten(grads)
@@ -266,6 +274,7 @@ class OffloadedOptimizer(nnx.Optimizer):
             nonlocal updates_tree
             model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, arrays[:num_leaves]))
             grads = jax.tree.unflatten(grads_tree, arrays[num_leaves:])
+            # Further arguments, such as the loss, belong to no parameter, and so to no part.
             updates = nnx.Optimizer.update(optimizer, model, grads, **to_device(kwargs))
             update_leaves, updates_tree = jax.tree.flatten(updates)
             return [*jax.tree.leaves(nnx.state((model, optimizer))), *update_leaves]
@@ -274,7 +283,9 @@ class OffloadedOptimizer(nnx.Optimizer):
         grad_paths = paths_of(grads)
         offloaded = _places(model, over_replica=False).offloaded
         parts = parts_of(offloaded, arguments=[*paths, *grad_paths], results=paths, gradients=grad_paths)
+        # Updates are returned to the caller, and stay where they were computed.
         results_on_device = [None] * len(grad_leaves)
         results = streamed(update, [*leaves, *grad_leaves], parts, like=[*leaves, *results_on_device])
+        # The results of `update` begin with the state of both, in the order of its leaves.
         nnx.update((model, self), jax.tree.unflatten(tree, results[:num_leaves]))
         return jax.tree.unflatten(updates_tree, results[num_leaves:])

@@ -47,9 +47,11 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     for path, module in nested_units(model):
         unit = record_of(module)
         is_root = not path
+        # A unit that is never gathered has no schedule.
         if unit.placement.gathered and not is_root:
             unit = _changed(unit, settings, is_layer=id(module) in layers)
         units[path] = unit
+    # All records at once: each has its view of the plan, in which the settings of the units inside are shown.
     store_plan(model, root.plan, units)
 
 
@@ -78,6 +80,7 @@ def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
     for path, module in nested_units(model):
         unit = record_of(module)
         if path and unit.placement.gathered and _is_innermost(module):
+            # A stack is one module with all layers in its parameters.
             depths[module] = max((leaf.placement.layers for leaf in unit.members), default=1)
     counts = collections.Counter(map(plain_class, depths))
     repeated = {module: depth for module, depth in depths.items() if depth > 1 or counts[plain_class(module)] > 1}

@@ -33,7 +33,7 @@ def scan_layers(
     method: str = "__call__",
     **kwargs: Any,
 ) -> Any:
-    """`for layer in layers: x = layer(x, *args, **kwargs)`, as one `jax.lax.scan` over all layers.
+    """Runs `for layer in layers: x = layer(x, *args, **kwargs)` as one `jax.lax.scan` over all layers.
 
     A convenience: a list of layers is stacked, their state is written back, and layers that cannot be scanned raise.
     Any other scan over stacked layers, such as `nnx.scan`, has the same schedule in a sharded model. Outside a sharded
@@ -60,6 +60,7 @@ def scan_layers(
         >>> x = js.scan_layers(model.blocks, x)
     """
     stack = _Stack(layers, method, _as_arrays(x), _as_arrays(xs), args, kwargs, collect=collect)
+    # Outside there is no schedule that a loop would keep.
     if stack.is_list and not in_region_trace():
         return _run_in_python(stack)
     return _run_in_scan(stack)
@@ -96,11 +97,14 @@ class _Stack:
         self.kwargs = kwargs
         self.collect = collect
         function = getattr(plain_class(self.modules[0]), method)
+        # The first row stands for all: only its types matter.
         inputs = (x, *self._layer_inputs(_row(xs, 0)), *args)
+        # The call of each layer with the same inputs: they are compared, and one of them is traced.
         self.calls = [MethodCall(module, function, inputs, kwargs) for module in self.modules]
         _check_equal(self.calls)
         self.call = self.calls[0]  # represents all
 
+    # Cached: the length and the scan read it, and the layers are stacked once.
     @functools.cached_property
     def rows(self) -> tuple[list[Any], list[Any]]:
         """The parameters and the other variables, with a row per layer."""
@@ -115,6 +119,7 @@ class _Stack:
         shapes = [tuple(x.shape) for x in jax.tree.leaves((self.rows, self.xs))]
         length = len(self.modules)
         if not self.is_list:
+            # A stack shows its length only in its arrays.
             length = next((shape[0] for shape in shapes if shape), 0)
         other_shapes = [str(shape) for shape in shapes if not shape or shape[0] != length]
         if other_shapes:
@@ -188,12 +193,14 @@ def _run_in_scan(stack: _Stack) -> Any:
 
     def step(x: Tree, rows: Rows) -> tuple[Tree, tuple[Tree, list[jax.Array]]]:
         x_after, outputs = layer(x, rows)
+        # Before the scan's own check.
         _check_carry(stack, x, x_after)
         return x_after, outputs
 
     rows = (*stack.rows, stack.xs)
     length = stack.length
     row_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+    # A scan needs the carry in one dtype, from the first layer on.
     first_x = _in_returned_dtypes(stack, lambda x, row: layer(x, row)[0], row_shapes)
     x, (outputs, values) = lax.scan(step, first_x, rows, length=length)
     changes = []

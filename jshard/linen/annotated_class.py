@@ -45,6 +45,7 @@ def annotated(module: L, root: Unit, units: Any, unit: Unit) -> L:
     root = dataclasses.replace(root, optimizer=optimizer)
     unit = dataclasses.replace(unit, optimizer=optimizer)
     annotation = Annotation(type(module), root, tuple(chosen_units(units, unit)))
+    # Of a copy: the class of the object itself is changed, and the user's module stays plain.
     return _annotated_again(module.clone(), annotation)  # type: ignore[return-value]
 
 
@@ -58,6 +59,7 @@ def relaid(module: nn.Module, changed: Callable[[Layout], Layout]) -> nn.Module:
 
 
 def _check(module: nn.Module, placement: PlacementPolicy) -> None:
+    # A submodule with an annotation of its own would be refused at its call (`_refuse_other`): better here.
     annotated_fields = [name for name, child in _modules(module) if annotation_of(child) is not None]
     if annotated_fields or module.scope is not None:
         raise AnnotationError(
@@ -99,12 +101,14 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     for name in ("apply", "init_with_output"):
         body[name] = _with_function(getattr(base, name))
 
+    # `nowrap`: Flax would pass what this class defines through LINEN_CALL, too.
     @nn.nowrap
     def call_method(self: nn.Module, *args: Any) -> Any:
         return call_annotated(self, getattr(base, LINEN_CALL), *args)
 
     @nn.nowrap
     def reduce(self: nn.Module) -> tuple:
+        # The class itself cannot be found by name: it is made again from the user's module.
         return _annotated_again, (annotation.plain(self), annotation)
 
     def plan_for(wrt: Any) -> ShardPlan:
@@ -115,6 +119,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     body["__reduce__"] = reduce
     body["_jshard_linen"] = annotation
     body["_jshard_plan"] = staticmethod(plan_for)
+    # Of the base's name, by which Flax names a submodule, and so its parameters.
     return type(base.__name__, (base,), body)
 
 
@@ -140,6 +145,7 @@ def _with_function(apply: Method) -> Method:
     def run(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         function = getattr(method, "__func__", method)
         if callable(function) and not _compat.is_method(function) and inspect.signature(function).parameters:
+            # A function without parameters cannot take the module: Flax refuses it, with its own error.
             method = functools.partial(call_function, FreeFunction(function))
         return apply(self, *args, method=method, **kwargs)
 
@@ -171,6 +177,7 @@ def _linking_register(base: type[nn.Module]) -> Callable[..., None]:
         if root is None or is_inside_model():  # inside the model they are called as they are
             return
         for child in _compat.linen_children(self):
+            # Past the frozen dataclass. The first root stays: a module may be shared by several.
             if annotation_of(child) is None and ROOT not in vars(child):
                 object.__setattr__(child, "__class__", _linked_class(type(child)))
                 object.__setattr__(child, ROOT, root)  # Flax's own reference to a parent does not keep it

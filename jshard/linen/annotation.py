@@ -23,6 +23,7 @@ LayoutKey = frozenset[tuple[Path, Leaf]]
 """Paths, shapes, dtypes and specs of all parameters: one annotated module may be initialised in several sizes."""
 
 
+# Compared by identity: annotations of the same settings may know different layouts.
 @dataclasses.dataclass(eq=False)
 class Annotation:
     """The record of `fully_shard` for a Linen module.
@@ -39,6 +40,7 @@ class Annotation:
     base: type[nn.Module]
     root: Unit
     choices: tuple[ChosenUnits, ...]
+    # The class of a module has its annotation: what one copy learns in `init`, all copies know.
     layouts: dict[LayoutKey, Layout] = dataclasses.field(default_factory=dict)
     specs: dict[tuple[Path, tuple[int, ...]], tuple[Entry, ...]] = dataclasses.field(default_factory=dict)
     latest: Layout | None = None
@@ -75,6 +77,7 @@ class Annotation:
         leaves = self._with_specs(leaves)
         layout = self.layouts.get(_key_of(leaves.items())) or self._recast(leaves)
         if layout is None:
+            # Not stored in `layouts`: the next call may reach other units.
             layout = self._made(leaves, survey())
         self.latest = layout
         return layout
@@ -85,11 +88,13 @@ class Annotation:
 
     def known_layout(self, leaves: Leaves) -> Layout:
         """Returns the layout found by `init` for these parameters; an error if it was not traced."""
+        # In place of a survey: the error is raised only if no `init` knows these parameters.
         return self.layout_of(leaves, self._unknown)
 
     def plain(self, module: nn.Module) -> nn.Module:
         """Returns an annotated module without its annotation."""
         fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}
+        # A bound module's parent is a scope or another module, to which the plain one does not belong.
         fields["parent"] = None
         return self.base(**fields)
 
@@ -101,8 +106,10 @@ class Annotation:
         """Returns the layout that `init` found for these parameters in other dtypes; None without one."""
         key = _without_dtypes(leaves.items())
         for known_leaves, layout in self.layouts.items():
+            # A cast changes no path, shape or spec.
             if _without_dtypes(known_leaves) == key:
                 recast = layout.with_dtypes({path: leaf.dtype for path, leaf in leaves.items()})
+                # One object for equal parameters: layouts are part of jit's cache key by identity.
                 self.layouts[_key_of(leaves.items())] = recast
                 return recast
         return None
@@ -114,6 +121,7 @@ class Annotation:
         """
         completed = {}
         for path, leaf in leaves.items():
+            # `specs` is by shape, too: one annotated module may be initialised in several sizes.
             if not any(leaf.spec):
                 leaf = dataclasses.replace(leaf, spec=self.specs.get((path, leaf.shape), leaf.spec))
             completed[path] = leaf

@@ -56,9 +56,11 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Computes an operator, which `NDArrayOperatorsMixin` expresses by a function of numpy."""
+        # Other methods, such as `np.add.reduce`, and `out=` have no counterpart among the functions of jnp.
         if method != "__call__" or kwargs:
             return NotImplemented
         operands = [x.unbox() if isinstance(x, Padded) else x for x in inputs]
+        # By name: jnp has a function for each that an operator is expressed by.
         return getattr(jnp, ufunc.__name__)(*operands)
 
     def __getitem__(self, index: Any) -> Any:
@@ -73,6 +75,7 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("value", "padding"):  # requested before they exist, e.g. by copy
             raise AttributeError(name)
+        # Such as `sharding` and `delete`: the logical array exists only when it is read.
         source = self.value if name in OF_STORAGE else self.unbox()
         return getattr(source, name)
 
@@ -103,6 +106,7 @@ def _state_dict_of(box: Padded) -> Any:
 
 
 def _from_state_dict(box: Padded, state: Any) -> Padded:
+    # Padded for the mesh of this box, which may be another than that of the file.
     return box.replace_boxed(serialization.from_state_dict(box.unbox(), state))
 
 
@@ -129,6 +133,7 @@ def boxed(tree: Any, places: StatePlaces) -> Any:
         if is_padded(x):
             return x
         padding = places.padding(key_texts(path), getattr(x, "shape", ()))
+        # By path and shape, so that the moments of a parameter are boxed like it.
         return x if padding is None else Padded(padding.pad(x), padding)
 
     return jax.tree.map_with_path(boxed_leaf, tree, is_leaf=is_padded)

@@ -225,13 +225,17 @@ class LinenCall:
         # A method may run several times. Each run begins with the numbers of keys that the scopes have made until now.
         self._counts = [_copied(scope.rng_counters) for scope in lifted.scopes]
 
+        # The one group, see `call_lifted`; a tree for each outermost scope.
         params = [variables.get(PARAMS, {}) for variables in lifted.variables[0]]
         boxes, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
+        # The array itself where a parameter has no box: in the order of the tree, as all lists of parameters here.
         self._boxes = [box for _, box in boxes]
         self._paths = [self._path_of(keys) for keys, _ in boxes]
         self.params = [raw_of(box) for box in self._boxes]
         self.names = [dotted(_relative(path, self.path)) for path in self._paths]
+        # Known when `place` has been called: a survey runs the call before there is a layout.
         self.placements: list[Placement | None] = [None] * len(self.params)
+        # Until `place`, all count as gathered outside, as those are that the layout does not have.
         self.owners = [OUTER] * len(self.params)
 
         self._fields = _array_fields(call.module)
@@ -276,12 +280,14 @@ class LinenCall:
         """Pads parameters where needed: they may be plain arrays, or padded for another mesh."""
         for i, (box, placement) in enumerate(zip(self._boxes, self.placements, strict=True)):
             padding = None if placement is None else Padding.of(placement)
+            # By way of the logical array, whatever the padding was.
             if padding_in(box) != padding:
                 logical = fetched(box.unbox() if isinstance(box, Padded) else box)
                 self.params[i] = logical if padding is None else padding.pad(logical)
 
     def place(self, layout: Layout) -> Unit:
         """Sets the storage and the gathering unit of the call's parameters; returns the unit's record."""
+        # The region of a module that is no unit has the settings of the root.
         unit_path = self.path if self.path in layout.records else ()
         self.placements = []
         self.owners = []
@@ -296,7 +302,9 @@ class LinenCall:
         """A key that is equal for calls of one module with the same program; its path is part of its random keys."""
         fields = [x for name, x in _fields(self.module) if name not in self._fields]
         # With its type: 1, 1.0 and True are equal.
+        # Constants are part of the program: another value needs another trace.
         static = tuple((type(x), x) for x in (*fields, *self._leaves.constants))
+        # What the call may write, and what its random keys are derived from.
         scopes = [(scope.mutable, scope.path, scope.rng_counters) for scope in self._lifted.scopes]
         module_state = _compat.exported_state(self.module), nn.get_logical_axis_rules()
         try:
@@ -304,6 +312,7 @@ class LinenCall:
         except (TypeError, ValueError):  # a list, a bound module: equal only to itself
             return object()
         trees = self._leaves.tree, self._arguments.form, self._params_tree
+        # As text: counters are dicts, and filters may be lists, which have no hash.
         return type(self.module), self.function, trees, repr((scopes, module_state)), static
 
     def body(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
@@ -314,13 +323,16 @@ class LinenCall:
         args, kwargs = self._arguments.form.together(argument_leaves, [])
         param_trees = jax.tree.unflatten(self._params_tree, list(params))
         groups = tuple({**group, PARAMS: tree} for group, tree in zip(state, param_trees, strict=True))
+        # Of this run's arrays: a variable that holds another object afterwards was written.
         before = dict(_variables(groups))
         with self.context():
             scopes = self._lifted.make((groups,), keys)
             module, args, kwargs = set_module_scopes(_with_fields(self.module, fields), args, kwargs, scopes)
             # The copy continues the state of the module: `setup` may have run, and submodules may have been numbered.
             copy = _compat.in_state_of(self.module, module)
+            # Taken before the method runs, which may change what it received.
             live = self._arguments.live(args, kwargs)
+            # Flax has no wrapper around it that would have to be taken over.
             if isinstance(self.function, FreeFunction):
                 result = self.function(copy, *args, **kwargs)
             else:
@@ -342,6 +354,7 @@ class LinenCall:
         leaves = merged(result.is_array, outs, result.static)
         end_of_changed = result.num_results + result.num_changed
         values = result.changed.together(leaves[result.num_results : end_of_changed], [])
+        # What the method changed in lists, dicts or objects among its arguments.
         if result.arguments is not None:
             self._arguments.write(result.arguments, leaves[end_of_changed:])
         returned = self._arguments.result(result.results, leaves[: result.num_results])
@@ -357,6 +370,7 @@ class LinenCall:
         self, returned: Any, changed: Mapping[VariablePlace, Any], live: border.LiveArguments
     ) -> tuple[Arrays, Arrays]:
         """Returns the arrays in a result, and in changed variables and arguments; the rest is stored in `result`."""
+        # First the result, then variables: `finish` reads the leaves in this order.
         results = border.results(returned, live, self.location)
         variables = border.results(list(changed.values()), live, self.location)
         if any(isinstance(x, (nn.Module, nn.Variable)) for x in (*results.leaves, *variables.leaves)):
@@ -382,6 +396,7 @@ class LinenCall:
             num_results=num_results,
             num_changed=len(variables.leaves),
             places=tuple(changed),
+            # As after this run: an equal call, which does not run, sets its scopes to them.
             counts=tuple(_copied(scope.rng_counters) for scope in self._lifted.scopes),
         )
         return picked(is_array[:num_results], results.leaves), picked(is_array[num_results:], changed_leaves)
@@ -389,6 +404,7 @@ class LinenCall:
     def _path_of(self, keys: tuple) -> Path:
         """Returns the path of a parameter from the annotated module, without the keys that a box adds."""
         scope, *rest = keys
+        # The first key is the position in the list of outermost scopes.
         return _relative((*self._outermost[scope.idx].path, *key_texts(tuple(rest))), self.prefix)
 
 
@@ -413,6 +429,7 @@ def call_lifted(
         lifted = LiftedScopes(scopes, make, repack, variables, keys)
         return run(LinenCall(call, args, kwargs, lifted, prefix, interceptor))
 
+    # `True` is the filter that takes all: one group of all variables in, one out, one of all keys.
     return lift.pack(run_split, (True,), (True,), (True,))(scopes)
 
 

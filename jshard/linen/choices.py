@@ -12,6 +12,8 @@ from jshard.plans.placement import PlacementPolicy
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import Path, Unit, UnitChoice, chosen, dotted
 
+# What one choice of units can have for itself. The other settings hold for the whole model, and each unit has those of
+# the root; `stacked` is shown by `init`.
 _OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "placement")
 _OWN_PLACEMENT = ("shard_dim", "min_size", "offload", "gathered")
 
@@ -38,6 +40,7 @@ def text_of(choice: UnitChoice) -> str:
 
 def first_match(choices: Sequence[ChosenUnits], path: Path, module: nn.Module) -> int | None:
     """Returns the index of the first choice that a submodule matches, which makes it a unit; None for the root."""
+    # The root has a record of its own.
     if not path:
         return None
     for i, chosen_units in enumerate(choices):
@@ -60,6 +63,7 @@ def chosen_units(units: Any, record: Unit) -> Iterator[ChosenUnits]:
 
 def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) -> Unit:
     """Returns the record with the settings of one choice applied."""
+    # Unknown names are refused by `_check_settings`, which also needs the placement.
     policy_settings = {name: value for name, value in settings.items() if name in _OWN_SETTINGS}
     inherited = PlacementPolicy(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
     requested = checks.check_placement(policy_settings.pop("placement", inherited))

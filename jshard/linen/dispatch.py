@@ -103,6 +103,7 @@ def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **
 def call_function(function: FreeFunction, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs a function of a bound, annotated module as one call, like a method of its class."""
     annotation = annotation_of(module)
+    # As in `_run_from_outside`, where Flax does not bring a function that is no method.
     call = InterceptedCall(module, function, args, kwargs, functools.partial(function, module, *args, **kwargs))
     if annotation is None or is_inside_model():
         return call.run_plain()
@@ -125,7 +126,7 @@ def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _interception() -> Iterator[None]:
-    """A context in which Flax passes every method call to `_intercept`; nested uses have no further effect."""
+    """Makes Flax pass every method call to `_intercept` inside the context; nested uses have no further effect."""
     if _is_intercepting.get():
         yield
         return
@@ -136,7 +137,8 @@ def _interception() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _context(surroundings: _Running | Survey) -> Iterator[None]:
-    """The context of a method, which the engine may run at any time."""
+    """Sets what a method finds around it; entered at each run, because the engine may run the method at any time."""
+    # Hashed by identity: both classes are dataclasses with `eq=False`.
     traced_for = surroundings.layout if isinstance(surroundings, _Running) else surroundings
     with during(_surroundings, surroundings), _interception(), _traced_for(traced_for):
         yield
@@ -153,6 +155,7 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
         return plain(*args, **kwargs)
     if isinstance(surroundings, Survey):
         result = plain(*args, **kwargs)
+        # After the call: in a loop or a checkpoint, inner calls of the module come first (see `record_call`).
         surroundings.record_call(module, args, dict(kwargs))
         return result
     function = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the plain method
@@ -214,6 +217,7 @@ def _is_unit(running: _Running, module: nn.Module) -> bool:
     `nn.scan` calls the module of its layers twice: with all of them, and inside the loop with one, which is the unit's.
     """
     path = running.path(module)
+    # A method of the unit may call another one of it, which comes here with the same path.
     if path in ((), running.unit) or path not in running.layout.records:
         return False
     num_stacked = running.layout.records[path].placement.stacked
@@ -255,6 +259,7 @@ def _call_unit(running: _Running, call: InterceptedCall) -> Any:
 
 def _run_beside(running: _Running, call: InterceptedCall) -> Any:
     """Runs a call in global view: around units that are never gathered, of such a unit, or beside them, as a region."""
+    # A table is further inside: its calls, and those beside it, come here one by one.
     if running.path(call.module) in running.layout.global_view_paths:
         with _context(running):
             return call.run_plain()
@@ -285,6 +290,7 @@ def _run_linked(call: InterceptedCall) -> Any:
     leaves = described_leaves(root.variables)
     if in_global_view():
         return _run_as_written(annotation, call)
+    # Without a survey, which would see only the units that this call reaches.
     layout = annotation.layout_by_init(leaves)
     if layout is None:
         _warn_of_unknown(annotation.base.__name__, dotted(tuple(call.module.path)))
@@ -317,6 +323,7 @@ def _run_as_written(annotation: Annotation, call: InterceptedCall) -> Any:
 
     def run(linen_call: LinenCall) -> tuple[Any, Lifted]:
         linen_call.optimizer = annotation.root.optimizer
+        # Gradients of padded parameters are guarded here, as no region does it.
         params = linen_call.logical(linen_call.guarded(linen_call.params))
         outs, state = linen_call.body(params, linen_call.inputs)
         assert linen_call.result is not None, "it has run"
@@ -331,6 +338,7 @@ def _run_as_written(annotation: Annotation, call: InterceptedCall) -> Any:
 def _is_stored_otherwise(module: nn.Module) -> bool:
     """Returns whether a parameter that a bound module may read is padded or in host memory."""
     assert module.scope is not None, "it is bound"
+    # Of the outermost scope: a module may borrow others from anywhere below it.
     params = module.scope.root.variables().get(PARAMS, {})
     boxes = [leaf for _, leaf in flat_params(params)]
     if any(map(is_padded, boxes)):
@@ -364,6 +372,7 @@ def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any
     leaves = described_leaves(module.variables)
     if not leaves:
         _check_has_parameters(module, kind)
+    # Before the layout, which would plan without the units that were not found.
     survey.check(kind, leaves, annotation.root.placement.ignored)
     layout = annotation.layout_of_init(leaves, survey)
     warn_of_stacks(layout.root.kind, layout.plan, tuple(units.text for units in annotation.choices))

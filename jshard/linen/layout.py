@@ -19,6 +19,7 @@ from jshard.plans.units import Path, Unit, dotted, inside, with_views
 _LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers of a loop; below that the time is negligible
 
 
+# By identity: a layout is part of jit's cache key, see `_traced_for` in `jshard.linen.dispatch`.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """The units of a Linen model: their records by path, the root first, each with its view of the plan."""
@@ -52,6 +53,7 @@ class Layout:
     def with_dtypes(self, dtypes: Mapping[Path, str]) -> "Layout":
         """Returns the layout of the same parameters, stored in other dtypes."""
         leaves = tuple(as_stored(leaf, dtypes[leaf.keys[0]], lambda: self.records) for leaf in self.plan.leaves)
+        # Each record has a view of the plan: a new plan needs new views.
         return Layout(with_views(dataclasses.replace(self.plan, leaves=leaves), self.records))
 
     def placement_of(self, keys: Keys, dtype: Any) -> Placement | None:
@@ -136,6 +138,7 @@ def _with_uses(path: Path, leaf: Leaf, units: Mapping[Path, SeenUnit], survey: S
     for unit_path, unit in units.items():
         if any(inside(module_path, path) is not None for module_path in unit.borrowed):
             borrowers.append(unit_path)
+    # The owner is the innermost unit that is in all of these chains, see `make_plan`.
     around = tuple(_units_around(place, units) for place in (path, *borrowers))
     stack, num_stacked = _stack(path, leaf, survey)
     return dataclasses.replace(leaf, around=around, stack=stack, num_stacked=num_stacked)
@@ -153,6 +156,7 @@ def _stack(path: Path, leaf: Leaf, survey: Survey) -> tuple[Path, int]:
     """
     outermost: Path | None = None
     layer_shape = leaf.shape  # inside the innermost loop
+    # An outer path is shorter: the first loop that consumes a dim is the outermost.
     for loop in sorted(survey.loops, key=len):
         shape = survey.loops[loop].get(path, leaf.shape)
         if len(shape) < len(layer_shape):
@@ -208,6 +212,7 @@ def _unseen_twins(survey: Survey, leaves: Mapping[Path, Leaf]) -> dict[Path, See
                 shapes = {}
                 for leaf_path, shape in unit.shapes.items():
                     shapes[*twin_path, *leaf_path[len(path) :]] = shape
+                # What a twin borrows is unknown: its own call was not seen.
                 twins[twin_path] = dataclasses.replace(unit, shapes=shapes, borrowed=set())
     return twins
 
@@ -229,6 +234,7 @@ def _natural_order(path: Path) -> list[list[str | int]]:
     """Returns a key to sort paths by, with `block_2` before `block_10`."""
     keys = []
     for key in path:
+        # Text and digits alternate, and text comes first, if only as "": a number is never compared with a text.
         parts = re.split(r"(\d+)", key)
         keys.append([int(part) if part.isdigit() else part for part in parts])
     return keys

@@ -52,6 +52,7 @@ class _LinenOptimizer:
         self._wrt = wrt
         self._trains_all = wrt is nnx.Param
         if not self._trains_all:
+            # A function, because the parameters may not be known yet.
             tx = optax.masked(tx, lambda tree: self._trained().mask(tree))
         self._tx = optax.with_extra_args_support(tx)
 
@@ -63,6 +64,7 @@ class _LinenOptimizer:
         has_boxes = jax.tree.structure(params) != jax.tree.structure(logical)
         if has_boxes:  # the state has the form of the parameters that it was created for
             state = boxed(state, places)
+        # Constraints are on arrays on the device (see `held`), so the copies to the host come after them.
         state = self._hold(state)
 
         def in_its_memory(path: tuple, x: Any) -> Any:
@@ -81,6 +83,7 @@ class _LinenOptimizer:
             before = self._hold((grads, state))
             logical_grads, logical_state = unboxed(before)
             layout = UpdateLayout(self._annotation.layout.places, self._annotation.root.mesh)
+            # For transformations that compute by the placement, as those of `js.shard_matrices`.
             with during(update_layout, layout):
                 after = self._tx.update(logical_grads, logical_state, unboxed(params), **logical_extra)
             return self._hold(boxed_like(before, after))
@@ -138,6 +141,7 @@ def _streamed_update(
     update_paths = [*grad_paths, *state_paths]
     parts = parts_of(places.offloaded, [*update_paths, *param_paths], [*update_paths, *host_params], grad_paths)
     # Updates stay on the device, where the caller adds them; state and sums return to the memory that they came from.
+    # In the order of `update`'s results.
     like = [*[None] * len(grad_paths), *jax.tree.leaves(state), *host_params.values()]
     results = streamed(update, arguments, parts, like)
     num_updated = len(update_paths)
@@ -182,12 +186,14 @@ class HostUpdate:
     def __radd__(self, parameter: jax.Array) -> jax.Array:
         if self._parameter_and_sum is not None:
             summed_parameter, result = self._parameter_and_sum
+            # By identity: the caller may add the update to another array, such as an average of parameters.
             if summed_parameter is parameter:
                 return result
         return placed_like((fetched(parameter) + self.value).astype(parameter.dtype), parameter)
 
 
 def _flatten(update: HostUpdate) -> tuple[tuple[tuple[Any, Any]], None]:
+    # Without the sum: a tree map makes another update, of which it would not be the sum.
     return ((jax.tree_util.GetAttrKey("value"), update.value),), None
 
 

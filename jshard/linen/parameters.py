@@ -54,6 +54,7 @@ def raw_of(leaf: Any) -> Any:
     """Returns the array in a box; a leaf without one is its own value."""
     if not is_box(leaf):
         return leaf
+    # Also of nested boxes, such as a `Padded` in an `nn.Partitioned`.
     (raw,) = jax.tree.leaves(leaf)
     return raw
 
@@ -74,6 +75,7 @@ def described(leaf: Any, path: Path) -> Leaf:
     Raises:
         AnnotationError: it is not an array.
     """
+    # A box with two arrays, or a number of Python: neither has one shape to plan by.
     values = jax.tree.leaves(leaf)
     if len(values) != 1 or not hasattr(values[0], "shape"):
         raise AnnotationError(
@@ -88,12 +90,14 @@ def described(leaf: Any, path: Path) -> Leaf:
     shape = tuple(raw.shape)
     if padding is not None:
         shape = padding.logical_shape(raw.shape)
+    # The dtype as text: leaves are keys of layouts, and equal dtypes must be equal there.
     return Leaf(shape, jnp.dtype(raw.dtype).name, _spec_of(leaf))
 
 
 def _spec_of(leaf: Any) -> tuple[Any, ...]:
     """Returns what a box of the user's says of the dims of its array: an axis of the mesh, or a name, for each."""
     if isinstance(leaf, nn.LogicallyPartitioned):
+        # As Flax resolves them: rules of the box first, then those of the context.
         rules = leaf.rules or nn.get_logical_axis_rules()
         if not rules:
             return leaf.names  # the placement's axis_rules apply

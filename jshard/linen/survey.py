@@ -38,6 +38,7 @@ class SeenUnit:
     borrowed: set[Path] = dataclasses.field(default_factory=set)
 
 
+# By identity: a survey is part of jit's cache key while it is made, and still changes then.
 @dataclasses.dataclass(eq=False)
 class Survey:
     """Findings of a trace of a model.
@@ -73,10 +74,12 @@ class Survey:
         if choice is None:
             return
         if path not in self.units:
+            # Of its own class: a pattern may choose modules of several classes.
             record = dataclasses.replace(self.choices[choice].record, kind=type(module).__name__)
             self.units[path] = SeenUnit(record, choice)
         unit = self.units[path]
         _add_shapes(unit.shapes, module, path)
+        # By the function that `call_lifted` uses: these are the scopes that the unit's call will lift.
         for scope in get_module_scopes(module, args, kwargs)[0]:
             scope_path = tuple(scope.path)[len(self.prefix) :]
             if inside(path, scope_path) is None:
@@ -107,10 +110,12 @@ class Survey:
 def _is_loop_body(module: nn.Module) -> bool:
     """Returns whether a module runs as the body of `nn.scan`, by the name that Flax gives to its scope."""
     assert module.scope is not None, "a call that runs the model"
+    # Only the last part: further out it would be the loop around a module that contains this one.
     return any("scan(" in part for part in tuple(module.scope.debug_path)[-1:])
 
 
 def _add_shapes(shapes: Shapes, module: nn.Module, path: Path) -> None:
     for relative, leaf in placeable(module.variables):
         full_path = (*path, *relative)
+        # The first shape stays, see `record_call`.
         shapes.setdefault(full_path, described(leaf, full_path).shape)

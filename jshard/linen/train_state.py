@@ -36,6 +36,7 @@ def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has
         return value, (aux, state)
 
     placements = (_placements(trained, layout), _placements(frozen, layout))
+    # No state passes between microbatches: collections that a call changes are results of the user's loss.
     return Loss(run, trained, frozen, (), placements, layout.root, layout.root.kind)
 
 
@@ -45,6 +46,7 @@ def _placements(tree: Any, layout: Layout) -> list[Placement | None]:
     for path, x in jax.tree.leaves_with_path(tree):
         placement = layout.placement_of(key_texts(path), x.dtype)
         if placement is not None and placement.stored_shape != jnp.shape(x):
+            # An array of another shape, such as an unpadded one, is not in the planned shards.
             placement = None
         placements.append(placement)
     return placements
@@ -60,19 +62,23 @@ def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
     annotated with it, and the state that `build` placed there, as `js.shard_optimizer` does.
     """
     annotation = annotation_for(model)
+    # Not `eval_shape`: only the types in the program name the memory of a result.
     traced, shapes = jax.make_jaxpr(build, return_shape=True)()
     layout = annotation.layout  # known now: `build` calls init
+    # Before any array is made, which might not fit.
     check_replicated(layout.root, layout.root.kind)
     places = layout.places
     is_on_host = [_compat.on_host(aval) for aval in traced.out_avals]
     offloaded = _offloaded(shapes, places)
     if not any(is_on_host):
         _check_offloaded(offloaded, layout.root.kind)
+    # `init` creates parameters on the device; the plan says which are moved.
     host_params = {paths[0] for paths in offloaded if places.on_host_itself(paths[0])}
 
     def placed_shape(path: tuple, x: Any, is_on_host: bool) -> jax.ShapeDtypeStruct:
         keys = key_texts(path)
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        # Keys have no bytes to split, and each device needs them.
         spec = PartitionSpec() if is_key else places.spec(keys, x.shape)
         sharding = sharding_of(layout.root.mesh, spec, on_host=is_on_host or keys in host_params)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
@@ -84,6 +90,7 @@ def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
 
 def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
     """Returns the result of `build()`, created by one compiled program."""
+    # First: this trace of `build` calls `init`, by which the layout below is known.
     leaves, tree = jax.tree.flatten(linen_shapes(build, model))
     annotation = annotation_for(model)
     places = annotation.layout.places

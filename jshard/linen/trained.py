@@ -38,6 +38,7 @@ class Trained:
         self.parameters: dict[Path, bool] = {}
         for path, leaf in layout.leaves.items():
             self.parameters[path] = self._is_chosen(path, leaf.placement.shape, leaf.placement.dtype)
+        # The default trains all, and names nothing that the model could lack.
         if wrt is nnx.Param:
             return
         names = {dotted(path) for path in self.parameters}
@@ -52,9 +53,11 @@ class Trained:
         """
 
         def is_trained(path: tuple, x: Any) -> bool:
+            # Optax's own placeholders, in the state of a masked transformation: they have no array.
             if _is_masked(x):
                 return False
             keys = key_texts(path)
+            # By the end of the path: the state of an optimizer repeats the tree of the parameters.
             parameter = tail_in(self.parameters, keys)
             if parameter is None:
                 return self._is_chosen(keys, x.shape, x.dtype)
@@ -65,12 +68,14 @@ class Trained:
     def split(self, tree: Any) -> tuple[Any, Any]:
         """Returns a tree as two: the trained parameters, and the frozen ones."""
         mask = self.mask(tree)
+        # Placeholders keep the structure, so that `joined` can map over both parts.
         trained = jax.tree.map(lambda is_trained, x: x if is_trained else Frozen(), mask, tree)
         frozen = jax.tree.map(lambda is_trained, x: Frozen() if is_trained else x, mask, tree)
         return trained, frozen
 
     def _is_chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> bool:
         """Applies the filter, which was written for variables of NNX, to a parameter of Linen."""
+        # Without an array: the filter may look at the path, the class and the shape.
         return bool(self._predicate(path, nnx.Param(jax.ShapeDtypeStruct(shape, dtype))))
 
 

@@ -34,6 +34,7 @@ def paths_of(tree: Any) -> list[Keys]:
 
 def tail_in(paths: Container[Keys], path: Keys) -> Keys | None:
     """Returns the longest of some paths that a path ends in, or None."""
+    # The longest tail first: `kernel` may be a parameter of the root, and `head/kernel` another one.
     for start in range(len(path)):
         tail = path[start:]
         if tail in paths:

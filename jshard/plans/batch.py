@@ -34,6 +34,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     mesh = cast(Mesh, check_mesh(mesh))
     layout = _batch_layout(mesh)
     leaves, tree = jax.tree.flatten(batch)
+    # First: the shapes of other objects mean nothing.
     if not all(map(is_numeric, leaves)):
         raise _not_numbers(batch)
     if not all(map(layout.splits, leaves)):
@@ -121,6 +122,8 @@ class _BatchLayout:
 def _batch_layout(mesh: Mesh) -> _BatchLayout:
     """Returns the layout of batches. Cached: a run calls it before every step."""
     shards = data_degree(mesh)
+    # Of an array with one row for each shard: an index is a shard.
     indices = batch_sharding(mesh).addressable_devices_indices_map((shards,)).values()
+    # As text: slices have no hash before Python 3.12.
     shards_here = len({str(index) for index in indices})  # devices along other axes have the same rows
     return _BatchLayout(shards, shards // shards_here, is_alone=num_processes(mesh) == 1)

@@ -32,6 +32,7 @@ def as_array(x: Any) -> Any:
 def placed_apart(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """Returns an array with a sharding, which shares no buffer with the given one unless it is that one."""
     placed = jax.device_put(x, sharding)
+    # The same array is one buffer under one name.
     if placed is x or not isinstance(x, jax.Array):
         return placed
     return apart([x, placed])[1]
@@ -45,6 +46,7 @@ def apart(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if not used.isdisjoint(_buffers(x)):
             # Local, unlike jnp.copy: other processes may share none of their buffers, and need not take part.
             x = jax.device_put(x, x.sharding if x.committed else None, may_alias=False)
+        # After the copy: of the copy's buffers, not of those it was made from.
         used |= _buffers(x)
         result.append(x)
     return result

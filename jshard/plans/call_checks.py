@@ -14,6 +14,7 @@ from jshard.plans.units import Path, dotted
 
 def check_has_arrays(name: str, values: Iterable[object]) -> None:
     """Raises for a call of a model without arrays."""
+    # One is enough: an abstract model has no array at all.
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in values):
         raise CallError(
             "The model has no arrays.",
@@ -49,6 +50,7 @@ def _has_size_of_padded_array(variable: nnx.Variable, placement: Placement) -> b
     if not placement.padding or dim is None or padding_of(variable) is not None:
         return False
     shape = variable.get_raw_value().shape
+    # Counted from the end, as leading dims may be missing in a loop.
     has_dim = len(shape) >= -dim
     return has_dim and shape[dim] == placement.stored_shape[dim]
 

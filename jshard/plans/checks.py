@@ -65,7 +65,9 @@ def check_not_placed(module: nnx.Module, where: str) -> None:
     Units inside do not matter while the module around them is not annotated: its annotation plans them again.
     """
     units = _outermost_units(module)
+    # The empty path is the module itself.
     is_unit = () in units
+    # `nested` is set by the annotation of the module around them, whose plan places their parameters.
     has_planned_unit = any(unit.nested for unit in units.values())
     if is_unit or has_planned_unit or _has_placed_parameter(module, outside=units):
         raise _named_too_late([where])
@@ -109,6 +111,7 @@ def check_axes_are_placed(
     if not late:
         return
     # A rule for a name that is also an axis's sends it elsewhere, or nowhere: then the axis is missing by request.
+    # Of all units: each has its own rules.
     ruled_names = {name for unit in units_in(module).values() for name, _ in unit.placement.axis_rules}
     if model_axes - ruled_names:
         kind = plain_class(module).__name__
@@ -228,6 +231,7 @@ def check_new_unit(module: nnx.Module, unit: Unit) -> None:
             why=f"the enclosing module is on {dict(unit.mesh.shape)}, or on other devices.",
             do="mesh = js.mesh(fsdp=-1)  # one mesh for every js.fully_shard",
         )
+    # Static: what the class has, and not what a descriptor answers.
     call = inspect.getattr_static(plain_class(module), "__call__", None)
     if call is not None and not inspect.isfunction(call):
         raise AnnotationError(
@@ -270,6 +274,7 @@ def no_unit_chosen(kind: str, units: str, kinds: Mapping[str, str], pattern: str
 
 def check_patterns_used(choice: Filter, paths: set[str], setting: str = "ignored") -> None:
     """Raises for a pattern in `ignored`, or another setting, that matches none of the paths."""
+    # `as_filter` makes a tuple of a list of choices.
     filters = choice if isinstance(choice, tuple) else (choice,)
     patterns = [one.pattern for one in filters if isinstance(one, PathPattern)]
     unused = [pattern for pattern in patterns if not any(fnmatch.fnmatch(path, pattern) for path in paths)]

@@ -41,6 +41,7 @@ def swapped_class(
         **attributes,
     }
     metaclass = _pickling_metaclass(type(base))
+    # Called like a class statement: Flax's metaclass and `__init_subclass__` see an ordinary subclass.
     return metaclass(base.__name__, (*mixins, base), body, **class_settings)
 
 

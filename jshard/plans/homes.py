@@ -31,10 +31,12 @@ class Home:
         """
         if not isinstance(value, jax.Array) or _compat.is_tracer(value):
             return value
+        # JAX moves an uncommitted array itself.
         if not value.committed or value.sharding.device_set == self.sharding.device_set:
             return value
         if value.shape == self.shape:
             return _put(value, self.sharding)
+        # A part, such as a row: the sharding of the whole need not divide it.
         return _put(value, NamedSharding(self.sharding.mesh, PartitionSpec()))
 
     def settled(self, value: Any) -> Any:
@@ -45,11 +47,13 @@ class Home:
 
     def is_elsewhere(self, value: object) -> bool:
         """Returns whether a value belongs here and is not here."""
+        # Another shape is another array, such as a layer's row in a loop: it has no place by this plan.
         if not isinstance(value, _ARRAYS) or _compat.is_tracer(value) or value.shape != self.shape:
             return False
         if not isinstance(value, jax.Array):
             return True
         current = value.sharding
+        # Equality first: the quicker test.
         return current != self.sharding and not current.is_equivalent_to(self.sharding, value.ndim)
 
 

@@ -112,6 +112,7 @@ def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     remaining = slices
     slices_per_axis = []
     for size in sizes:  # the outermost first: the links between slices are the slowest
+        # As many slices as the axis can span.
         slices_per_axis.append(math.gcd(size, remaining))
         remaining //= slices_per_axis[-1]
     if remaining > 1:
@@ -143,6 +144,7 @@ def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, device
         do = _nearest_call(requested, count, devices) + problem.hint
         raise MeshError(problem.what, where=where, why=problem.why, do=do)
     fixed = _product(requested)
+    # At most one is -1, and `fixed` divides the count: checked above.
     return {axis: count // fixed if n == -1 else n for axis, n in requested.items()}
 
 
@@ -159,6 +161,7 @@ def _problem_of(
     requested: Mapping[str, int], unknown: Mapping[str, int], count: int, devices: Devices
 ) -> _Problem | None:
     """Returns what is wrong with the requested degrees, or None; the arguments are those of `_fill`."""
+    # In this order: later checks compute with degrees that the earlier ones have found valid.
     if unknown:
         return _Problem(
             what=f"The mesh has no axis {', '.join(map(repr, unknown))}.",
@@ -215,11 +218,13 @@ def _product(degrees: Mapping[str, int]) -> int:
 def nearest_degrees(requested: Mapping[str, Any], count: int) -> dict[str, int]:
     """Returns degrees for a number of devices, close to the requested ones: one axis takes the rest."""
     degrees = {axis: n for axis, n in requested.items() if axis in AXES and _is_degree(n)}
+    # Without a -1 `fsdp` takes the rest, as by default.
     rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
     nearest = {rest: -1}
     remaining = max(count, 1)
     for axis in reversed(AXES):  # the innermost keeps as much as it can
         if axis != rest:
+            # A second -1 counts as 1: only one axis takes the rest.
             requested_degree = max(degrees.get(axis, 1), 1)
             nearest[axis] = _largest_divisor(remaining, at_most=requested_degree)
             remaining //= nearest[axis]

@@ -72,6 +72,7 @@ def is_placed(variable: nnx.Variable, placement: Placement, mesh: AnyMesh) -> bo
     """Returns whether `place_variable` would change nothing."""
     home = home_in(mesh, placement)
     value = variable.get_raw_value()
+    # What `place_variable` leaves as it is.
     if home is None or _compat.is_tracer(value) or isinstance(value, jax.ShapeDtypeStruct):
         return True
     lacks_padding = placement.padding > 0 and value.shape == placement.shape
@@ -89,6 +90,7 @@ def to_device(tree: Any) -> Any:
 def fetched(x: Any) -> Any:
     """Returns an array on the device."""
     if _compat.on_host(x):
+        # By memory alone: the array keeps its sharding.
         return jax.device_put(x, jax.memory.Space.Device)
     return x
 
@@ -103,6 +105,7 @@ def to_host(x: jax.Array) -> jax.Array:
 def stored_array(x: jax.Array, placement: Placement, mesh: AnyMesh) -> jax.Array:
     """Returns the array of a parameter as it is stored: padded, sharded, in its memory."""
     padding = Padding.of(placement)
+    # Padded on the device, and then copied: a program computes with arrays on the device.
     stored = x if padding is None else padding.pad(x)
     is_layer_of_loop = stored.ndim != len(placement.spec)  # it lacks the leading dims of the stack
     if is_concrete(mesh) and not is_layer_of_loop:

@@ -62,6 +62,7 @@ def check_has_devices(mesh: AnyMesh, where: str, *, requested: AnyMesh | None = 
     raise MeshError(
         "Arrays cannot be placed on this mesh.",
         where=where,
+        # A mesh with devices is only refused because it differs.
         why="the annotation used another." if isinstance(mesh, Mesh) else "the annotation used an abstract mesh.",
         do="mesh = js.mesh(fsdp=-1)  # the same for js.fully_shard and js.shard_init",
     )
@@ -79,6 +80,7 @@ def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
 
 def degree(mesh: AnyMesh, axis: str) -> int:
     """Returns the size of a mesh axis; 1 if the mesh lacks it."""
+    # An axis that a mesh lacks and one of degree 1 mean the same.
     return dict(mesh.shape).get(axis, 1)
 
 
@@ -114,6 +116,7 @@ def region_degree(mesh: AnyMesh) -> int:
 
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:
     """Returns the axes over which a region is manual: its own, and others of degree 1, which compiles best."""
+    # `tensor` above 1 stays automatic: the compiler splits products along it.
     return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in REGION_AXES or size == 1)
 
 
@@ -124,6 +127,7 @@ def data_degree(mesh: AnyMesh) -> int:
 
 def data_shards(degrees: Mapping[str, int]) -> int:
     """Returns the number of batch shards on a mesh of these degrees."""
+    # `context` splits sequences: its devices share the rows of one data shard.
     return math.prod(degrees.get(axis, 1) for axis in DATA_AXES)
 
 
@@ -135,6 +139,7 @@ def batch_sharding(mesh: Mesh, shape: Sequence[int] = ()) -> NamedSharding:
     context_degree = degree(mesh, CONTEXT)
     has_sequence = context_degree > 1 and len(shape) > 1 and shape[1] % context_degree == 0
     if has_sequence:
+        # Dim 1 of a batch is the sequence.
         return NamedSharding(mesh, PartitionSpec(data_axes(mesh), CONTEXT))
     return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
 
@@ -147,6 +152,7 @@ def hosts_along(mesh: AnyMesh, axis: str) -> int:
     lines = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, length)
     hosts = np.vectorize(_host_of(mesh))(lines)
     # Where any line of devices goes from one host to the next: groups of neighbours end there, and have one size.
+    # `hosts` has a row for each line of devices along the axis.
     borders = np.flatnonzero(np.diff(hosts).any(0)) + 1
     group_size = math.gcd(length, *borders.tolist())
     return length // group_size

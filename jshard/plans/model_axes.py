@@ -49,6 +49,7 @@ def entries_of_model(
     annotation.check_names_are_known({*axis_rules, *AXES}, degrees)
     annotation.check_axes_split_one_dim(degrees)
     annotation.check_dims_divide(degrees)
+    # A `PartitionSpec` may be shorter than the shape: further dims are not split.
     unnamed_dims = len(shape) - len(resolved)
     return [*resolved, *[None] * unnamed_dims]
 
@@ -58,6 +59,7 @@ def _by_rules(entry: Entry, rules: Mapping[str, Entry]) -> Entry:
     names = axes_of(entry)
     if not any(name in rules for name in names):
         return entry
+    # A name without a rule may itself be an axis.
     axes = [axis for name in names for axis in axes_of(rules.get(name, name))]
     if len(axes) == 1:
         return axes[0]
@@ -71,6 +73,7 @@ def _without_idle_axes(entry: Entry, degrees: Mapping[str, int]) -> Entry:
     """
     axes = axes_of(entry)
     remaining = tuple(axis for axis in axes if axis != FSDP and degrees.get(axis, 1) != 1)
+    # In the form of the model, text or tuple, where nothing was left out.
     if remaining == axes:
         return entry
     return remaining or None
@@ -135,6 +138,7 @@ class _ModelAnnotation:
         """Raises for dims that do not divide by the degrees of their axes."""
         uneven = []
         for dim, (size, entry) in enumerate(zip(self.shape, self.entries, strict=False)):
+            # `degrees` has each of them: axes that the mesh lacks were left out with those of degree 1.
             pieces = math.prod(degrees[axis] for axis in axes_of(entry))
             if size % pieces:
                 uneven.append(f"dim {dim} over {', '.join(axes_of(entry))} ({pieces})")

@@ -121,6 +121,7 @@ class _LogicalReads:
             home = _compat.home_of(self)
             if home is not None:
                 value = home.arriving(value)
+            # On the logical array: an index from the end must not count the padding.
             value = self.get_value().at[index].set(value)
         self.set_raw_value(jnp.asarray(value))
 
@@ -129,6 +130,7 @@ class _LogicalReads:
 
     def update_from_state(self: Any, variable_state: nnx.Variable) -> None:
         state = variable_state
+        # A state of the same padding is taken as it is stored.
         if padding_of(state) != self._jshard_padding:  # of another mesh, or of a plain model: padded like this one
             state = logical(state)
         stored = self._stored(state.get_raw_value())
@@ -140,6 +142,7 @@ class _LogicalReads:
 
         A function of all raw arrays, such as `v + 1`, has changed them.
         """
+        # The value that the variable holds already is padded with zeros.
         if value is self.get_raw_value() or _padding_is_kept.get():
             return value
         return self._jshard_padding.cleared(self._jshard_padding.pad(value))
@@ -230,7 +233,7 @@ def _padded_class(base: type[nnx.Variable], padding: Padding) -> type[nnx.Variab
 
 @contextlib.contextmanager
 def padding_kept() -> Iterator[None]:
-    """A context in which padded arrays are written as they are: they come from a program that keeps the zeros."""
+    """Lets padded arrays be written as they are inside this context: they come from a program that keeps the zeros."""
     token = _padding_is_kept.set(True)
     try:
         yield

@@ -303,6 +303,7 @@ def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
         around: for each use the paths of the units around it, outermost first.
     """
     owner: Path = ()
+    # Level by level from the root, to the end of the shortest chain.
     for paths_at_level in zip(*around, strict=False):
         if len(set(paths_at_level)) > 1:
             break
@@ -318,6 +319,7 @@ def _modules_of_unit(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, 
     if not around:
         return ((),)
     modules_by_use = [{_identity(path, units[path]): path for path in chain} for chain in around]
+    # Innermost first; any chain will do, as the unit must be in all of them.
     for path in reversed(around[0]):
         identity = _identity(path, units[path])
         if all(identity in modules for modules in modules_by_use):
@@ -368,8 +370,10 @@ def _placed(keys: tuple[Path, ...], modules: tuple[Path, ...], leaf: Leaf, units
     is_ignored = nnx.filterlib.to_predicate(policy.ignored)
     variable = leaf.variable
     if variable is None:
+        # Filters are written for variables of NNX; a parameter of Linen has none.
         variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
+    # Then the sharded dim must be one of a layer's own.
     if leaf.stack and is_of_root and not policy.stacked and policy.shard_dim is None:  # gathered a layer at a time
         policy = dataclasses.replace(policy, stacked=leaf.num_stacked)
     return place(
@@ -464,6 +468,7 @@ def _parsed(text: str) -> Any:
     """Returns the fields of a plan's JSON text; raises ShardingError for any other text."""
     try:
         data = parse_json(text)
+        # The types of all fields, before they are passed as arguments.
         checked(data, ShardPlan)
     except FormError as error:
         raise ShardingError(
@@ -485,7 +490,7 @@ def _tuples(data: Any) -> Any:
 
 
 def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
-    """Where every parameter of an annotated model is; the model may be concrete or abstract.
+    """Returns where every parameter of an annotated model is; the model may be concrete or abstract.
 
     Args:
         model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. For a
@@ -524,6 +529,7 @@ def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
             continue  # removed since
         stored = as_stored(leaf, variable.get_raw_value().dtype, lambda: units_in(model))
         leaves.append(dataclasses.replace(stored, trained=is_trained(path, variable)))
+    # Each device holds them whole: a plan without them would show too little memory.
     leaves += _trained_others(model, is_trained, root)
     return dataclasses.replace(root.plan, leaves=tuple(leaves))
 
@@ -551,6 +557,7 @@ def _trained_others(
         value = variable.get_raw_value()
         is_float = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(value.dtype, jnp.inexact)
         if is_float and is_trained(path, variable):
+            # Placed as if the annotation ignored it.
             replicated = place(
                 dotted(path), value.shape, value.dtype, (), degrees, PlacementPolicy(), MixedPrecision(), ignored=True
             )

@@ -31,6 +31,7 @@ def wide_dtype(dtype: Any) -> Any:
 
     Unlike `jnp.promote_types`, also for floats of 8 bits or less, which have no common dtype with others.
     """
+    # Complex numbers are at least 64 bits wide, with parts in float32.
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if is_narrow else dtype
 
@@ -74,6 +75,7 @@ class MixedPrecision:
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # Hashable: policies are parts of cache keys.
         patterns = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
         object.__setattr__(self, "keep", patterns)
         for field in _DTYPE_FIELDS:
@@ -84,6 +86,7 @@ class MixedPrecision:
 
     def _check_wire_is_narrower(self) -> None:
         reduced = self.reduce_dtype or self.param_dtype
+        # Without either, the sum is in the stored dtype, which differs by parameter: `_dtypes` then decides for each.
         if self.wire_dtype is None or reduced is None:
             return
         if jnp.dtype(self.wire_dtype).itemsize >= jnp.dtype(reduced).itemsize:
@@ -96,6 +99,7 @@ class MixedPrecision:
 
     def keeps(self, path: str) -> bool:
         """Returns whether the parameter at a path stays in its stored dtype."""
+        # With a slash before both, a pattern begins with a whole key: `norm/*` does not match `prenorm/scale`.
         return any(fnmatch.fnmatch(f"/{path}", f"*/{pattern}") for pattern in self.keep)
 
 
@@ -154,6 +158,7 @@ class Prefetch:
         """
         if self.budget_bytes is not None:
             return in_flight_bytes <= self.budget_bytes
+        # A unit's distance is 1 if it runs next.
         return distance <= (self.units or 0)
 
     @classmethod
@@ -161,6 +166,7 @@ class Prefetch:
         """Reads `1`, `"512MiB"` or `"compiler"`; None stands for the last, which leaves the order to the compiler."""
         if value == COMPILER:
             return None
+        # True is an int, too, but no number of units.
         if type(value) is int and value >= 0:
             return cls(units=value)
         budget = re.fullmatch(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[KMGT]?i?B)", str(value))
@@ -207,6 +213,7 @@ class UnitPolicy:
         if "prefetch" in settings:
             settings["prefetch"] = Prefetch.parse(settings["prefetch"])
         if "mixed_precision" in settings:
+            # The user's None is the default policy, which changes no dtype.
             settings["mixed_precision"] = settings["mixed_precision"] or MixedPrecision()
         policy = dataclasses.replace(self, **settings)
         check_remat(policy.remat)

@@ -87,6 +87,7 @@ def kept_names(remat: Remat) -> tuple[str, ...]:
     """Returns the names that a policy keeps; empty for a policy that does not use names."""
     if not isinstance(remat, str):
         return ()
+    # Names without a colon are those of a policy of MaxText.
     head, _, listed = remat.partition(":")
     if head != "names":
         return NAMED.get(remat, ())
@@ -102,6 +103,7 @@ def checkpoint_policy(remat: Remat) -> Policy | None:
     requested = _requested_policy(remat)
 
     def policy(prim: Primitive, *args: Any, **params: Any) -> Any:
+        # `PRODUCT` is the name that jshard's own kernels give their results, which are never parameters.
         may_rename_parameter = prim.name in _FREE and params.get("name") != PRODUCT
         if may_rename_parameter and not _depends_on_name(requested, prim, args, params):
             return False
@@ -116,6 +118,7 @@ def _requested_policy(remat: Remat) -> Policy:
         return remat
     keep_named = jax_policies.save_only_these_names
     keep_both = jax_policies.save_from_both_policies
+    # `ATTENTION_AGAIN` keeps everything here: attention has a checkpoint of its own.
     if remat in (NONE, ATTENTION_AGAIN):
         return jax_policies.everything_saveable
     if remat == DOTS:
@@ -162,5 +165,6 @@ def _depends_on_name(policy: Policy, prim: Primitive, args: tuple[Any, ...], par
     """
     if prim.name != "name":
         return False
+    # Another answer means that the policy asked for this name, and so for a value that the model named itself.
     other_name = {**params, "name": "a name that nothing has"}
     return policy(prim, *args, **params) != policy(prim, *args, **other_name)

@@ -68,12 +68,14 @@ def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> Non
     may be constants. Called when the root is known: by `shard_init`, and by the first call into a model.
     """
     allowed = tuple(root.placement.allow_replicated)
+    # As tuples: they are keys of the caches below.
     parameters = tuple((leaf.path, leaf.placement) for leaf in root.members)
     _check_parameters(name, parameters, allowed, root.policy.mixed_precision, _sharding_axes(root.mesh))
 
     not_allowed = tuple(other for other in others if not is_named(dotted(other.path), allowed))
     parameter_bytes = _total_bytes(placement for _, placement in parameters)
     other_bytes = sum(other.bytes for other in not_allowed)
+    # Together: many small arrays cost as much as one large one.
     if other_bytes > _large_from_bytes(parameter_bytes):
         _warn_of_others(name, not_allowed, other_bytes, parameter_bytes)
 
@@ -117,6 +119,7 @@ def _check_parameters(
     total_bytes = _total_bytes(placement for _, placement in parameters)
     indivisible: dict[str, Placement] = {}
     for path, placement in parameters:
+        # Those replicated for another reason are small, empty, so by request, or on a mesh that shards nothing.
         if placement.because.startswith(INDIVISIBLE) and not is_named(path, allowed):
             indivisible[path] = placement
     large_from = _large_from_bytes(total_bytes)

@@ -23,6 +23,7 @@ class StatePlaces:
     """
 
     def __init__(self, plan: ShardPlan, *, over_replica: bool = False) -> None:
+        # As text: an index of a list is a number in a model's path, and may be a text in that of a state.
         self._parameters = {tuple(map(str, leaf.keys[0])): leaf.placement for leaf in plan.leaves}
         self._over_replica = over_replica
         self._degrees = dict(plan.mesh)
@@ -84,9 +85,11 @@ class StatePlaces:
             keys = key_texts(path)
             padding = self.padding(keys, x.shape)
             is_logical = padding is not None and padding.logical_shape(x.shape) == x.shape
+            # Not a scalar: a counter belongs to no parameter, and is replicated.
             is_of_other_model = x.ndim > 0 and self.tail(keys) is None
             if as_given and (is_logical or is_of_other_model):
                 return x
+            # Padded first: the spec is that of the stored array.
             stored = x if padding is None else padding.pad(x)
             return lax.with_sharding_constraint(stored, NamedSharding(mesh, self.spec(keys, stored.shape)))
 
@@ -97,6 +100,7 @@ class StatePlaces:
         replicas = self._degrees.get(REPLICA, 1)
         fitting_dims = []
         for dim, size in enumerate(parameter.shape):
+            # A dim that the model splits has no room for another axis.
             if size > 0 and size % replicas == 0 and parameter.spec[dim] is None:
                 fitting_dims.append(dim)
         if replicas == 1 or not fitting_dims:

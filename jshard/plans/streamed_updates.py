@@ -62,9 +62,11 @@ def parts_of(
             continue
         parts[-1].add(by_parameter[path])
         part_bytes += offloaded[path].bytes_per_device
+        # A parameter is never cut, so a part may be larger.
         if part_bytes >= _PART_BYTES:
             parts.append(UpdatePart())
             part_bytes = 0
+    # The last one may be empty.
     return [part for part in parts if part.arguments]
 
 
@@ -124,12 +126,14 @@ class _LazyProgram:
         self._results = closed.jaxpr.outvars
         self._arguments = dict(zip(self._inputs, arguments, strict=True))
         self._known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        # Programs are in single assignment: each variable has one equation.
         self._makers = {variable: eqn for eqn in closed.jaxpr.eqns for variable in eqn.outvars}
 
     def unchanged_arguments(self, like: Sequence[jax.Array | None]) -> list[Any]:
         """Returns the results that are unchanged arguments, such as frozen parameters; None for the others."""
         unchanged: list[Any] = []
         for variable, target in zip(self._results, like, strict=True):
+            # In a jaxpr a result that is passed on is the argument's variable itself.
             argument = None if isinstance(variable, Literal) else self._arguments.get(variable)
             target_on_host = target is not None and _compat.on_host(target)
             stays = argument is not None and _compat.on_host(argument) == target_on_host
@@ -139,6 +143,7 @@ class _LazyProgram:
     def set_arguments(self, positions: Sequence[int], values: Sequence[jax.Array]) -> None:
         """Replaces some arguments from here on; values that were used before stay."""
         for i, x in zip(positions, values, strict=True):
+            # The first value stays: equations that have run used it.
             self._known.setdefault(self._inputs[i], fetched(x))
 
     def result(self, position: int) -> Any:

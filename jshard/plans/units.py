@@ -91,7 +91,9 @@ class Unit:
         mesh = fields.pop("mesh")
         device_ids = None
         if isinstance(mesh, Mesh):
+            # In the order of the mesh, which the axis sizes restore.
             device_ids = [device.id for device in mesh.devices.flat]
+        # `by_path` is not among the fields: it is computed when it is needed.
         return _rebuild_unit, (fields, (mesh.axis_sizes, mesh.axis_names, mesh.axis_types), device_ids)
 
 
@@ -154,7 +156,8 @@ def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Method]]:
     """Yields the methods that run the model: `__call__` and the public ones that Flax's base classes lack."""
     for name in dir(base):
         is_public = not name.startswith("_") and not hasattr(nnx.Module, name)
-        method = inspect.getattr_static(base, name)  # without the descriptors, of which a property would run code
+        # Static: by `getattr` a static method would look like a plain function, and be called with the module.
+        method = inspect.getattr_static(base, name)
         if inspect.isfunction(method) and (is_public or name == "__call__"):
             yield name, method
 
@@ -199,11 +202,13 @@ def _occurrences_in(
         if holds_array(node) and not is_key(node.get_raw_value()):
             yield node, path, units
         return
+    # Other variables are no parameters, whatever their values hold.
     if isinstance(node, nnx.Variable) or id(node) in open_nodes:
         return
     if unit_of(node) is not None:
         units = (*units, node)
     for key, child in _compat.children(node).items():
+        # A shortcut for what cannot hold a parameter: most attributes of a layer are such.
         if type(child) not in _compat.SETTINGS:
             yield from _occurrences_in(child, (*path, key), units, open_nodes | {id(node)})
 
@@ -241,6 +246,7 @@ def modules(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
 def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
     """Yields the unit modules in a graph with their first path, outer before inner, each once."""
     unit_modules = [(path, inner) for path, inner in modules(module) if unit_of(inner) is not None]
+    # A path sorts before those that begin with it: outer before inner.
     yield from sorted(unit_modules, key=lambda item: _order_of(item[0]))
 
 
@@ -278,6 +284,7 @@ def is_named(path: str, patterns: Iterable[str]) -> bool:
 
 def numberless(path: str) -> str:
     """Returns a path with `*` for layer indices: `blocks/*/kernel`."""
+    # `blocks/0` and `block_0`, but not the digit of a name such as `conv2d`.
     return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)
 
 
@@ -303,6 +310,7 @@ def _answer_of(choice: Any, path: str, module: object) -> bool:
     cause: Exception | None = None
     try:
         answer = choice(path, module)
+    # What a function raises that was not written for these arguments; others are errors of the user's own code.
     except (TypeError, AttributeError, ValueError) as error:
         cause = error
     if cause is None and not isinstance(answer, type) and not callable(answer):

@@ -21,6 +21,7 @@ from pathlib import Path
 def shipped_folder() -> Path:
     """Returns the folder of the included model files: in the package when it is installed, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
+    # First, so that an installed package never reads what happens to be beside it in site-packages.
     installed = package / "models"
     if installed.is_dir():
         return installed
@@ -31,6 +32,7 @@ def shipped_models() -> dict[str, Path]:
     """Returns the included model files by name, without files that only help others."""
     models = {}
     for file in sorted(shipped_folder().glob("*.py")):
+        # Read as text: running each file would import jax.
         if re.search(r"^RECIPES\b", file.read_text(), re.MULTILINE):
             models[file.stem] = file
     return models

@@ -94,6 +94,7 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[
     def build() -> nnx.Module:
         model = model_file.build(recipe.model, nnx.Rngs(recipe.seed))
         if isinstance(model, nn.Module):
+            # Ends the trace of `place`: a Linen module has nothing to place before its `init`.
             raise _IsLinen
         return model
 
@@ -112,6 +113,7 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[
 
 def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
     module = _annotated_linen(model_file, recipe, mesh)
+    # One microbatch: what a call of the model in a step receives.
     rows = recipe.batch_size // recipe.accumulate
     model = _initialised_linen(module, model_file.loss, batch_of(model_file, recipe, rows), recipe.seed, place)
     if model_file.units:
@@ -137,20 +139,25 @@ def _initialised_linen(
     """Returns the model, initialised by its loss, which calls it with what it needs from a batch."""
 
     def create() -> tuple[dict[str, Any], Any]:
+        # Only shapes matter: parameters are created from keys and shapes.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
         requested: set[str] = set()  # the loss reads these collections: they are results, not state
 
         def run_loss(bound: nn.Module, batch: Any) -> None:
             initialise(bound, lambda: loss_fn(Initialising(bound, requested), batch))
 
+        # By the loss: only it knows which entries of a batch the model receives, and by which methods.
         collections = nn.init(run_loss, module, mutable=True)(jax.random.key(seed), zeros)
         kept = {}
         for name, collection in collections.items():
+            # Parameters may be tuples themselves, as of a weight and its scale.
             if name not in requested and (name == PARAMS or not _is_sown(collection)):
                 kept[name] = collection
+        # With the keys of later calls, so that these are on the mesh, too, like any state of a step.
         return kept, nnx.state(nnx.Rngs(seed))
 
     collections, keys = place(create, module)
+    # The object around those keys: `place` returns only their state.
     rngs = cast(nnx.Rngs, nnx.eval_shape(lambda: nnx.Rngs(seed)))
     nnx.update(rngs, keys)
     return LinenModel(module, collections, rngs)
@@ -219,6 +226,7 @@ def restore(
 def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
     """Returns the abstract state in a checkpoint of a run."""
     model = abstract_model(model_file, recipe, mesh)
+    # In the placement of this mesh, which may be another than that of the run that saved.
     optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
     return {"model": model, "optimizer": optimizer, "step": 0}
 
@@ -244,6 +252,7 @@ def create_from(
     """
     source, names = _source(model_file, recipe, path)
     model = new_model(model_file, recipe, mesh)
+    # Adapters are new, and the checkpoint of their base lacks them.
     missing = "error" if model_file.wrt is nnx.Param else "init"
     with _in_words_of_the_command(path, source):
         restored = checkpoint.restore(
@@ -294,7 +303,9 @@ def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Place, N
     place = checkpoint_at(path)
     if not isinstance(place, Path) or foreign_source(place) is None:
         return place, None
+    # Before the new model is made: names that the model file cannot give are an error at once.
     names = model_file.names_elsewhere(recipe.model)
     if names is None:
+        # Warns of a config.json beside the weights. The names are then those of the model itself.
         unchecked_names({}, str(model_file.path)).check(place)
     return place, names

@@ -104,6 +104,7 @@ def read(config: Config, types: Sequence[str]) -> Reading:
     family = FAMILIES[model_type]
     rules = _rules(family)
     fields = {name: key.described for key in family.keys for name in key.names}
+    # In this order: what a later step says of a key replaces what an earlier one said.
     values, problems = _values(family, config)
     problems |= _rule_problems(rules, config)
     for name in config.keys() - {"model_type", *fields, *rules, *HARMLESS}:
@@ -128,6 +129,7 @@ def _values(family: Family, config: Config) -> tuple[dict[ConfigKey, Any], dict[
         try:
             values[key] = key.stored(config)
         except (ValueError, TypeError, AttributeError) as error:
+            # Of a key with several names, the one that the file has.
             present = next((name for name in key.names if config.get(name) is not None), key.name)
             problems[present] = str(error)
     return values, problems
@@ -173,6 +175,7 @@ def load(file: Path) -> Config:
     """
     try:
         config = read_json(file)
+    # An error of `read_json` that is complete already; some of these are ValueErrors, too.
     except FourPartError:
         raise
     except (OSError, ValueError) as error:
@@ -240,6 +243,7 @@ def filled(model: M, path: str | Path, types: Sequence[str] = tuple(FAMILIES)) -
         if outer not in names:
             continue  # `check` compares what such a model computes
         if inner:
+            # A plain kind unless the file names another: what the recipe has of another kind must not stay.
             part = changes.get(outer, {"kind": "default"})
             changes[outer] = part | {inner: value}
         else:
@@ -254,6 +258,7 @@ def filled(model: M, path: str | Path, types: Sequence[str] = tuple(FAMILIES)) -
 
 def _readable(path: Path, types: Sequence[str]) -> Reading | None:
     """Reads the config.json of a path, if there is one, by a table; raises for what no recipe computes."""
+    # First: such a folder need not have a config.json, and then nothing else would refuse it.
     _check_adapters(path)
     file = config_file(path)
     if file is None:
@@ -278,6 +283,7 @@ def _check_adapters(path: Path) -> None:
     """Raises for the adapters of PEFT, which are not a model."""
     folder = path if path.is_dir() else path.parent
     file = folder / ADAPTER
+    # A file of weights beside adapters may be a whole model; the folder is taken for the adapters.
     if not file.is_file() or not (path.is_dir() or path.name.startswith("adapter_model")):
         return
     raise HFConfigError(
@@ -296,6 +302,7 @@ def _differences(reading: Reading, model: Any) -> Iterator[str]:
         computed = key.computed(model)
         if computed is None:
             yield f"{key.name}: {_short(value)} there; {type(model).__name__} has no field {key.field!r}"
+        # Both are values that Transformers computes with, so another spelling in the file is no difference.
         elif key.is_compared and computed != value:
             yield f"{key.name}: {_short(value)} there, {_short(computed)} here ({key.described})"
     for field, value in reading.family.implied.items():
@@ -331,6 +338,7 @@ def _config_of(family: Family, model: Any) -> dict[str, Any] | None:
     for key, value in values.items():
         result |= key.written(value)
     for rule in family.fixed:
+        # The first allowed value is the one to write; false and null are left out, as absent means the same.
         if rule.only[0]:
             result[rule.name] = rule.only[0]
     return result | {"bos_token_id": None, "eos_token_id": None}  # the tokenizer knows them

@@ -117,7 +117,8 @@ def _decoder(
     epsilon: float = 1e-6,
     theta: float = 10_000.0,
 ) -> tuple[ConfigKey, ...]:
-    """The keys of Llama and its relatives; `shared` and `width` are the defaults of kv heads and of a head's width."""
+    """Returns the keys of Llama and its relatives; the defaults of kv heads and of a head's width are arguments."""
+    # All defaults are those of the config class in Transformers, which a file may leave out.
     wide = ConfigKey(name="hidden_size", field="d_model", default=4096)
     heads = ConfigKey(name="num_attention_heads", field="n_head", default=32)
     layers = ConfigKey(name="num_hidden_layers", field="n_layer", default=32)
@@ -142,6 +143,7 @@ def _decoder(
     return tuple(keys)
 
 
+# Defaults in Transformers, by type.
 _LENGTHS = {"llama": 2048, "mistral": 131_072, "mixtral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 _HIDDEN_SIZES = {"llama": 11_008, "mistral": 14_336, "mixtral": 14_336, "qwen2": 22_016, "qwen3": 22_016}
 _ATTENTION_BIAS = Choice(
@@ -151,7 +153,9 @@ _ATTENTION_BIAS = Choice(
     off="none",
     choices=(Meaning(False, "none"), Meaning(True, "all")),
 )
+# Two names of one function.
 _SILU = Fixed(name="hidden_act", only=("silu", "swish"))
+# Keys of other models, in which they change the logits.
 _NO_WINDOW = Fixed(name="sliding_window", only=(None,))
 _NO_LAYER_WINDOW = Fixed(name="use_sliding_window", only=(False, None))
 _NO_MROPE = Fixed(name="use_mrope", only=(False, None))
@@ -228,6 +232,7 @@ FAMILIES: Mapping[str, Family] = {
                 Fixed(name="scale_attn_by_inverse_layer_idx", only=(False,)),
                 Fixed(name="scale_attn_weights", only=(True,)),
             ),
+            # GPT-2 has no key for it.
             implied={"positions": "learned"},
         ),
         Family(

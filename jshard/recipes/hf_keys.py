@@ -48,6 +48,7 @@ class ConfigKey:
 
     def stored(self, config: Config) -> Any:
         """Returns the value that Transformers computes with."""
+        # A null in the file is not the default: `typed` refuses it.
         return typed(config.get(self.name, self.default), type(self.default))
 
     def computed(self, model: Any) -> Any:
@@ -157,6 +158,7 @@ class Gated(Choice):
         """See `ConfigKey.stored`."""
         value = super().stored(config)
         is_gated = value == "gated-gelu"
+        # They follow from the first, and a file in which they differ is of another model.
         check_only(config, "is_gated_act", (is_gated,))
         check_only(config, "dense_act_fn", ("gelu_new" if is_gated else "relu",))
         return value
@@ -222,6 +224,7 @@ class LayerWindow(SlidingWindow):
             window = super().stored(config)
         num_layers = self.layers.stored(config)
         kinds = config.get("layer_types")
+        # An explicit list of layers replaces their number in `max_window_layers`.
         if kinds is not None:
             num_sliding = _num_named(kinds, num_layers)
         else:
@@ -239,13 +242,16 @@ class LayerWindow(SlidingWindow):
     def written(self, value: Any) -> dict[str, Any]:
         """See `ConfigKey.written`."""
         if value:
+            # 0, or the first 28 layers would have no window by default.
             return {"use_sliding_window": True, "sliding_window": value, "max_window_layers": 0}
         return {"use_sliding_window": False}
 
 
 def _num_after_first(config: Config, num_layers: int) -> int:
     """Returns how many layers have a window by `max_window_layers`: those after so many."""
+    # 28 is the default in Transformers.
     first = config.get("max_window_layers", 28)
+    # `typed` takes numbers above 0 alone, and here 0 means: all layers have a window.
     if first != 0:
         first = typed(first, int)
     return max(num_layers - first, 0)
@@ -277,6 +283,7 @@ class BalanceWeight(ConfigKey):
     def stored(self, config: Config) -> Any:
         """See `ConfigKey.stored`; a dict with the fields "balance" and "top_k"."""
         weight = config.get(self.name, self.default)
+        # `typed` takes numbers above 0 alone; 0 switches the loss off. False is no number.
         if weight != 0 or isinstance(weight, bool):
             weight = typed(weight, float)
         count = self.choices.stored(config)
@@ -292,6 +299,7 @@ class BalanceWeight(ConfigKey):
 
     def written(self, value: Any) -> dict[str, Any]:
         """See `ConfigKey.written`."""
+        # Undoes the product of `stored`.
         return {self.name: value[self.field] / value[self.choices.field]}
 
 
@@ -357,6 +365,7 @@ class Rope(ConfigKey):
                 thetas.add(part.pop("rope_theta"))
         if config.get("rope_theta") is not None:
             thetas.add(config["rope_theta"])
+        # The old and the new form may both be in a file, if they agree.
         if len(thetas) > 1:
             raise ValueError(f"rope_theta is {' and '.join(map(str, sorted(thetas)))}")
         scalings = [self._scaling(part, config) for part in parts]
@@ -371,11 +380,14 @@ class Rope(ConfigKey):
         kind = _kind_of_scaling(part)
         keys = {}
         for name, value in part.items():
+            # A null is like an absent key; these three are read already.
             if value is not None and name not in ("rope_type", "type", "partial_rotary_factor"):
                 keys[name] = value
         longest = self.length.stored(config)
+        # Transformers begins it at `max_position_embeddings`, whatever the key says.
         if kind == "dynamic" and keys.setdefault(_ORIGINAL.name, longest) != longest:
             raise ValueError(f"dynamic scaling begins at max_position_embeddings={longest}")
+        # Without the key, the longest sequence is that of the original model.
         if kind in ("llama3", "yarn"):
             keys.setdefault(_ORIGINAL.name, longest)
         if kind == "yarn":
@@ -398,6 +410,7 @@ class Rope(ConfigKey):
     def fields(self, value: Any) -> dict[str, Any]:
         """See `ConfigKey.fields`."""
         scaling = {f"rope_scaling.{name}": setting for name, setting in value.items() if name != "rope_theta"}
+        # The fields of other kinds stay in the recipe, where they have no effect.
         if value["kind"] == "default":
             scaling = {"rope_scaling.kind": "default"}
         return {"rope_theta": value["rope_theta"]} | scaling
@@ -410,6 +423,7 @@ class Rope(ConfigKey):
         keys = {key.name: value[key.field] for key in _SCALINGS[kind] if value[key.field] is not None}
         result: dict[str, Any] = {"rope_theta": value["rope_theta"]}
         if kind == "dynamic":  # it begins there
+            # The length of the recipe may be another, and is replaced by the one that scaling begins at.
             result[self.length.name] = keys.pop(_ORIGINAL.name)
         return result | {"rope_scaling": {"rope_type": kind, **keys}}
 
@@ -429,12 +443,14 @@ def _settle_yarn(keys: dict[str, Any], longest: int) -> None:
     top = keys.pop("mscale", None)
     bottom = keys.pop("mscale_all_dim", None)
     if top and bottom and "attention_factor" not in keys:
+        # As in Transformers: the attention factor is the ratio of 0.1 m ln(factor) + 1 for both of the values m.
         growth = 0.1 * math.log(typed(keys["factor"], float))
         keys["attention_factor"] = (typed(top, float) * growth + 1) / (typed(bottom, float) * growth + 1)
 
 
 def _scaling_value(key: ScalingKey, keys: Mapping[str, Any]) -> Any:
     value = keys.get(key.name, key.default)
+    # None in the recipe, too: it follows from `factor` when positions are scaled.
     if value is None and key.name == "attention_factor":
         return None
     if value is None:
@@ -472,6 +488,7 @@ def typed(value: Any, kind: type) -> Any:
         if not is_int(value):
             raise ValueError(f"it is {shown(value)}")
         value = float(value)
+    # In Python True is an int: `1` must not pass for true, nor true for 1.
     is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     if not is_kind:
         raise ValueError(f"{json.dumps(value)} is no {kind.__name__}")
@@ -481,6 +498,7 @@ def typed(value: Any, kind: type) -> Any:
 
 
 def _is_among(value: Any, values: Iterable[Any]) -> bool:
+    # As in `typed`: 1 == True, but a file says another thing with each.
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
 

@@ -36,6 +36,7 @@ class _Calls:
 
     def _named(self, module: nn.Module, name: str) -> Any:
         """Returns a method that the user wrote, or another attribute of the module."""
+        # Fields and Flax's own methods, such as `init`, are no calls of the model.
         if not callable(getattr(type(module), name, None)) or hasattr(nn.Module, name):
             return getattr(module, name)
 
@@ -68,6 +69,7 @@ class Initialising(_Calls):
 
     def _run(self, name: str, args: tuple, kwargs: dict[str, Any], requested: tuple[str, ...]) -> Any:
         self._requested |= set(requested) - set(_STATE)
+        # All calls of the loss are on one bound module, whose `sow` appends to what earlier calls sowed.
         before = self._bound.variables
         result = getattr(self._bound, name)(*args, **kwargs)
         if not requested:
@@ -98,7 +100,7 @@ _is_on = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def inference(is_on: bool) -> Iterator[None]:
-    """Inside this context, a module's field `deterministic` or `use_running_average` is treated as True."""
+    """Sets a module's field `deterministic` or `use_running_average` to True while it is called inside this context."""
     with contextlib.ExitStack() as stack:
         if is_on:
             stack.enter_context(_is_on(True))
@@ -114,6 +116,7 @@ def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.m
     args, kwargs = _without(before, context, args, kwargs)
     try:
         for name in before:
+            # Past the frozen dataclass; the same object is used again in training.
             object.__setattr__(module, name, True)
         return run(*args, **kwargs)
     finally:
@@ -128,6 +131,7 @@ def _without(
     method = getattr(type(context.module), context.method_name, None) or type(context.module).__call__
     bound = inspect.signature(method).bind_partial(context.module, *args, **kwargs)
     for name in names.keys() & bound.arguments.keys():
+        # None is Flax's own default of such an argument: then the field counts.
         bound.arguments[name] = None
     return bound.args[1:], bound.kwargs
 
@@ -166,6 +170,7 @@ class LinenModel(_Calls, nnx.Module):
     """
 
     def __init__(self, module: nn.Module, collections: Mapping[str, Any], rngs: nnx.Rngs) -> None:
+        # Also a part of the state: the counts of keys are saved and restored with the model.
         self.rngs = rngs
         self.deterministic = False
         annotation = annotation_of(module)
@@ -173,6 +178,7 @@ class LinenModel(_Calls, nnx.Module):
         _check(module, collections)
         layout = annotation.layout
         unit_kinds = {path: unit.kind for path, unit in layout.records.items() if path}
+        # Before the records: `attach` needs the modules that this creates.
         places = _create_variables(self, collections, unit_kinds)
         params_tree = jax.tree.structure(collections.get(_PARAMS, {}), is_leaf=is_box)
         self._linen = _Linen(module, layout, places, params_tree)
@@ -183,6 +189,7 @@ class LinenModel(_Calls, nnx.Module):
             _store_padded(self._variable(place), layout, place)
 
     def __getattr__(self, name: str) -> Any:
+        # By `vars`: before `__init__` has set it, `self._linen` would come here again, without an end.
         linen = vars(self).get("_linen")
         if linen is None or name.startswith("_"):
             raise AttributeError(name)
@@ -194,6 +201,7 @@ class LinenModel(_Calls, nnx.Module):
         params = []
         states = []
         for place in self._linen.places:
+            # Raw, and so padded: the boxes around them say so.
             arrays = jax.tree.leaves(self._variable(place).get_raw_value())
             leaf = jax.tree.unflatten(place.boxes, arrays)
             if place.collection == _PARAMS:
@@ -203,8 +211,10 @@ class LinenModel(_Calls, nnx.Module):
         return {_PARAMS: jax.tree.unflatten(self._linen.params_tree, params), **nested(states)}
 
     def _run(self, name: str, args: tuple, kwargs: dict[str, Any], requested: tuple[str, ...]) -> Any:
+        # In an evaluation no collection is mutable, so that none can change.
         states = [] if self.deterministic else self._linen.states
         module = self._linen.module_for(self._policies())
+        # With False, Flax returns the result alone; with an empty list it would return a pair.
         mutable = [*states, *requested] or False
         call = nn.apply(lambda bound: getattr(bound, name)(*args, **kwargs), module, mutable=mutable)
         variables = to_device(self.variables) if in_plain_flax() else self.variables
@@ -213,6 +223,7 @@ class LinenModel(_Calls, nnx.Module):
         if not mutable:
             return result
         result, changed = result
+        # Requested collections, such as sown values, go to the caller and not into the state.
         self._store_changes({key: tree for key, tree in changed.items() if key in states})
         if not requested:
             return result
@@ -273,6 +284,7 @@ class _Linen:
         """Returns the module whose units have these settings: always the same, as JAX's caches know it by identity."""
         if in_plain_flax():
             return _plain_flax(self.module, policies)
+        # Policies are frozen values, so equal settings find the module made before.
         key = tuple(policies.items())
         if key not in self._modules:
             self._modules[key] = relaid(self.module, lambda layout: layout.with_policies(policies))
@@ -317,6 +329,7 @@ def _create_variables(
             name = f"{collection}:{name}"
         variable_class = _KINDS.get(collection, nnx.Variable)
         setattr(part, name, variable_class(as_arrays(raw_of(leaf))))
+        # The structure has the boxes, without the array: `variables` puts them around it again.
         places.append(_Place(collection, path, jax.tree.structure(leaf), name))
     return tuple(places)
 
@@ -354,6 +367,7 @@ def _part(model: nnx.Module, path: Path, kinds: Mapping[Path, str] | None = None
 @functools.cache
 def _part_class(kind: str) -> type[_Part]:
     """Returns a class with the name of the Linen class: units of one class are layers of one kind."""
+    # Made by calling the metaclass, as the class statement does: a module of NNX needs it.
     metaclass: Any = type(_Part)
     return metaclass(kind, (_Part,), {"__module__": __name__})
 

@@ -71,7 +71,7 @@ class ModelFileError(ShardingError):
 
 
 def next_token_loss(model: Any, batch: Batch) -> jax.Array:
-    """Mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token."""
+    """Returns the mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token."""
     check_is_text(batch, where="batch of next_token_loss")
     logits = model(batch["inputs"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
@@ -102,11 +102,13 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, A
 
 def _check_loss(loss_fn: LossFn, loss: Any) -> None:
     """Raises unless the loss is one real number: for others, the gradient would fail with an error of JAX."""
+    # A `WeightedMean` is judged by its quotient.
     value = mean_of(loss)
     leaves = jax.tree.leaves(value, is_leaf=lambda x: x is None)
     returned = _kind(loss)
     is_single = len(leaves) == 1 and leaves[0] is value and value is not None
     if is_single:
+        # Shape and dtype alone: also of a traced value, and of a number.
         form = jax.eval_shape(jnp.asarray, value)
         if form.shape == () and jnp.issubdtype(form.dtype, jnp.floating):
             return
@@ -141,6 +143,7 @@ def _problem_of_metrics(metrics: Any) -> str:
             wrong.append(f"{name!r} {jnp.shape(value)}")
     if wrong:
         return f"a metric must be a scalar with a name: {', '.join(wrong)}."
+    # Prefixes of the record: for evaluations, and for the slowest process.
     taken = sorted(name for name in metrics if name in _TAKEN or name.startswith(("val_", "slow_")))
     if taken:
         return f"{', '.join(map(repr, taken))}: the record has fields with these names."
@@ -221,6 +224,7 @@ class ModelFile:
     @property
     def name(self) -> str:
         """Its name in a run's record: the model's name if it is included in jshard, valid anywhere; else its path."""
+        # A record may be read on another machine, where the folder of the package is another.
         is_included = self.path.parent == shipped_folder()
         return self.path.stem if is_included else str(self.path)
 
@@ -260,6 +264,7 @@ class ModelFile:
             return None
         try:
             names = self.hf_names(config)
+        # Such an error is complete; most are ValueErrors, too, which the next clause would wrap.
         except FourPartError:
             raise
         except ValueError as error:
@@ -312,6 +317,7 @@ def load_model_file(path: str | Path) -> ModelFile:
     path = model_path(expanded(path))
     _check_file(path)
     folder = str(path.resolve().parent)
+    # A second model file of the folder would add it again.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return _pick(_module(path), path)
@@ -341,6 +347,7 @@ def _problem_of_file(path: Path) -> str:
         return "it is not a file."
     if not path.is_file():
         return f"no such file, seen from {Path.cwd()}; the included models are {', '.join(shipped_models())}."
+    # Also a link to such a file, whatever its own name is.
     if ".py" not in (path.suffix, path.resolve().suffix):
         return f"a model file is Python and ends in .py; this is {path.name!r}."
     return ""
@@ -359,16 +366,19 @@ def _module_name(path: Path) -> str:
 
 def _module(path: Path) -> types.ModuleType:
     """Runs a model file as a module, which is in sys.modules, so that the file's classes can be pickled."""
+    # The prefix `MODEL_FILE` marks modules that worker processes load by their file.
     name = _module_name(path)
     resolved = path.resolve()
     module = types.ModuleType(name)
     module.__file__ = str(resolved)
+    # Before the code runs: dataclasses look up their own module there.
     sys.modules[name] = module
     try:
         # As with `python FILE`, and unlike an import: compiled now, so that the last edit is always used.
         exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
+        # An error with its own four parts says more than a wrapper; an interrupt is the user's.
         if isinstance(error, FourPartError | KeyboardInterrupt):
             raise
         raise _file_error(error, path) from error
@@ -401,6 +411,7 @@ def _syntax_error(error: SyntaxError, path: Path) -> ModelFileError:
 
 
 def _missing_module(error: ModuleNotFoundError, name: str, path: Path) -> ModelFileError:
+    # `import a.b` may fail because `a` lacks `b`, or because there is no `a`.
     top = name.partition(".")[0]
     if top in sys.modules:
         why = f"{top!r} exists, but does not have this part."
@@ -475,6 +486,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
         if value is not None:
             functions[name] = value
     wrt = getattr(module, "wrt", nnx.Param)
+    # Not a function like the others, and so not in `_OPTIONAL`; nor is `wrt`.
     hf_types = getattr(module, "hf_types", ())
     problems = [*_wrong_kinds(module.RECIPES, functions, wrt), *_wrong_types(hf_types)]
     if problems:
@@ -518,6 +530,7 @@ def _filter(wrt: Any) -> Any:
     has_patterns = any(isinstance(choice, str) for choice in choices)
     if not has_patterns:
         return wrt
+    # A pattern alone would also match statistics and random keys on its path.
     return nnx.All(nnx.Param, as_filter(wrt))
 
 

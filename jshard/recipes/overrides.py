@@ -67,6 +67,7 @@ def override(recipe: R, settings: Sequence[str]) -> R:
         line = _line(key, text) if equals else f"--set {shlex.quote(setting)}"
         if not equals or key not in keys:
             raise _unknown(key, text, line, keys)
+        # Twice is refused, as the order would decide.
         if key in values:
             raise _refused(f"{lines[key]} {line}", f"{key} is set twice.", line)
         try:
@@ -126,6 +127,7 @@ def _read_items(text: str, container: type[tuple | list], kinds: Sequence[Any]) 
         kinds = [Any] * len(parts)
     elif container is list or kinds[-1] is ...:
         kinds = [kinds[0]] * len(parts)
+    # `strict`: another number of items raises a ValueError, like an item that does not fit.
     return container(read_value(part, kind) for part, kind in zip(parts, kinds, strict=True))
 
 
@@ -133,6 +135,7 @@ def _int(text: str) -> int:
     with contextlib.suppress(ValueError):
         return int(text)
     number = float(text)  # people write steps as 1e6
+    # From 2**53 on a float does not hold every whole number, and another one would be set than was written.
     if number.is_integer() and abs(number) < 2**53:
         return int(number)
     raise ValueError(f"{text!r} is not a whole number")
@@ -226,7 +229,9 @@ def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _hints(cls: type) -> dict[str, Any]:
     """Returns the types of a dataclass's fields; `Any` for an annotation that only type checkers can resolve."""
     hints: dict[str, Any] = {}
+    # The class itself last: its annotations replace those of its bases.
     for base in reversed(cls.__mro__):
+        # An annotation as text is resolved where its class was written. `types` stands for a module that is gone.
         names = vars(sys.modules.get(base.__module__, types))
         for name, annotation in inspect.get_annotations(base).items():
             holder = types.SimpleNamespace(__annotations__={name: annotation})
@@ -283,6 +288,7 @@ def _similar_key(key: str, keys: Mapping[str, Any]) -> str | None:
     last_names = {other: _last_name(other) for other in keys}
     names = difflib.get_close_matches(_last_name(key), list(last_names.values()), n=1)
     candidates = [other for other in keys if last_names[other] in names]
+    # No cutoff: the candidates have a similar last name, and one of them is proposed in any case.
     matches = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)
     return matches[0] if matches else None
 

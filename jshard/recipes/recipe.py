@@ -34,6 +34,7 @@ def tree(value: Any) -> Any:
     A dataclass becomes a dict that begins with its "class"; types that JSON lacks become text: an enum by its name,
     inf, a dtype, a function by its qualified name.
     """
+    # `is_dataclass` is also true of the class itself.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: tree(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"class": type(value).__qualname__, **fields}
@@ -51,6 +52,7 @@ def tree(value: Any) -> Any:
 def _scalar(value: Any) -> Any:
     if isinstance(value, enum.Enum):  # before its value: an enum may be an int, too
         return value.name
+    # JSON has no inf and no nan; Python would write them, and other readers refuse the file.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -123,6 +125,7 @@ class Recipe:
         return optax.warmup_cosine_decay_schedule(
             init_value=0.0,
             peak_value=self.learning_rate,
+            # A short run reaches the peak at its end. Optax refuses a cosine without steps, hence the one more.
             warmup_steps=min(self.warmup_steps, self.num_steps),
             decay_steps=max(self.num_steps, self.warmup_steps + 1),
             end_value=self.learning_rate / 10,
@@ -197,6 +200,7 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
     if not problems:
         problems = list(_conflicts(recipe))  # computes with values that are valid alone
     if not problems:
+        # Last: making it computes with values that may be invalid.
         _check_optimizer(recipe)
         return
     lines = []
@@ -238,6 +242,7 @@ def _check_length(recipe: Recipe, mesh: AnyMesh) -> None:
     if length <= 1 or length % parts == 0:  # if 1, samples are not token sequences
         return
     do = f"--set sequence_length={max(length // parts, 1) * parts}"
+    # The largest degree that divides both: the smaller mesh of the proposal.
     common = math.gcd(length, parts)
     if common > 1:
         do += f"  # or a smaller mesh: --mesh context={common}"
@@ -276,6 +281,7 @@ def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
     """Yields the settings whose values are invalid alone."""
     for key, least in _LEAST.items():
         value = getattr(recipe, key)
+        # `Integral` has NumPy's integers, too, and True, which is no number of steps.
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             is_whole = isinstance(value, float) and value.is_integer()
             proposal = int(value) if is_whole else max(least, 1)

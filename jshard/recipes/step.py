@@ -76,9 +76,11 @@ class TrainStep:
         learning_rate: optax.Schedule | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
+        # One graph of both, so that a variable that both hold is one argument of the program.
         self._objects = (model, optimizer)
         self.mesh = _mesh(model)
         self._graphdef, state = nnx.split(self._objects)
+        # The model is the first of the two, so its arrays are the first leaves: see `model_leaves`.
         self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self.mesh))
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
         traced = _traced(
@@ -104,6 +106,7 @@ class TrainStep:
             host memory), "learning_rate" if the schedule is known, and the loss's metrics, on the devices; with a
             loss scale also "loss_scale" and "skipped_steps", after the step.
         """
+        # The arrays of the step before are donated: references to them are to deleted buffers.
         self._leaves, scalars = self._program(self._leaves, batch)
         return scalars
 
@@ -138,6 +141,7 @@ class TrainStep:
         return program_bytes(self._program)
 
     def _current(self) -> tuple[Any, Any]:
+        # The program has kept the zeros of padding, so that nothing has to be cleared.
         with padding_kept():
             nnx.update(self._objects, jax.tree.unflatten(self._tree, self._leaves))
         return self._objects
@@ -160,6 +164,7 @@ def trace_step(
     leaves, tree = jax.tree.flatten(jax.tree.map(as_array, state))
     placed = []
     for leaf in leaves:
+        # As `_on_mesh` does with arrays: counters of an optimizer may not be on the mesh yet.
         sharding = getattr(leaf, "sharding", None) or everywhere
         placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
     return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate=accumulate, learning_rate=None)
@@ -185,13 +190,16 @@ def _traced(
             rate["learning_rate"] = learning_rate(optimizer.step[...])
         run = scaled_value_and_grad(with_metrics(loss_fn), optimizer, accumulate=accumulate, has_aux=True)
         (loss, metrics), grads = run(model, batch)
+        # Of microbatches, metrics come stacked.
         mean = mean_over if accumulate > 1 else mean_of
         metrics = {name: mean(metric) for name, metric in metrics.items()}
         _update(optimizer, model, grads, loss)
+        # After the update.
         params = nnx.state(model, optimizer.wrt)
         state = nnx.state((model, optimizer))
         _check_unchanged(paths_before, _paths(state))
         scalars = {"loss": loss, "grad_norm": optax.tree.norm(to_device(grads)), **rate, **metrics}
+        # The norm would copy parameters from host memory to the device at each step, for a number in the record.
         if not any(map(_compat.on_host, jax.tree.leaves(params))):
             scalars["param_norm"] = optax.tree.norm(params)
         loss_scale = loss_scale_of(optimizer)
@@ -202,12 +210,14 @@ def _traced(
 
     shardings = [_compat.asked_of_results(leaf.sharding) for leaf in leaves]
     everywhere = NamedSharding(mesh, PartitionSpec())
+    # Results have the shardings of the arguments: they take over their buffers, and fit the next call of the program.
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)).trace(leaves, batch)
 
 
 def _update(optimizer: nnx.Optimizer, model: nnx.Module, grads: Any, loss: jax.Array) -> None:
     """Updates the model; a transformation that takes arguments beside the gradients receives the loss as `value`."""
     extra = {}
+    # A plain transformation refuses further arguments.
     if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
         extra["value"] = loss
     try:
@@ -279,6 +289,7 @@ class EvalStep:
             return {name: mean_of(x) for name, x in values.items()}, weights
 
         everywhere = NamedSharding(step.mesh, PartitionSpec())
+        # Nothing is donated: the arrays are those of the step, which trains on with them.
         self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
 
     def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> Scalars:
@@ -298,6 +309,7 @@ def inference_view(model: M) -> M:
 def program_bytes(compiled: jax.stages.Compiled) -> int:
     """Returns the bytes per device of a compiled program: arguments, results that do not alias them, temporaries."""
     memory: Any = compiled.memory_analysis()
+    # Donated arguments and their results are one buffer, counted among the arguments.
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
@@ -359,6 +371,7 @@ def _paths(state: Any) -> set[str]:
 def _path(path: tuple) -> str:
     """Returns a path in (model, optimizer) in readable form."""
     first, *rest = map(_key_text, path)
+    # The state is that of the pair (model, optimizer).
     owner = "model" if first == "0" else "optimizer"
     return "/".join([owner, *(key for key in rest if key != "value")])
 
@@ -384,7 +397,7 @@ class Peak:
 def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the total peak of devices; None if unknown: for CPUs, and with a warning for other accelerators.
 
-    It is dense bf16, whatever dtype the model computes in.
+    It is dense bf16 (of a V100, which has none, fp16), whatever dtype the model computes in.
     """
     if devices[0].platform == "cpu":
         # Nobody states a peak for CPUs, and a measured matrix product is none: others exceed it.
