@@ -54,6 +54,7 @@ def _stored_sharding(sharding: Sharding | None, pick: Pick, ndim: int) -> Shardi
     if not isinstance(sharding, NamedSharding) or pick.form == "same":
         return sharding
     entries = tuple(sharding.spec)
+    # A spec may name fewer dims than there are. With all, the first one is that of the layers.
     entries += (None,) * (ndim - len(entries))
     entries = (None, *entries) if pick.form == "layer" else entries[1:]
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))

@@ -117,6 +117,7 @@ def _untied(match: Match, stored: Mapping[str, StoredLeaf]) -> list[str]:
             continue
         shape = stored[path].shape
         for embedding in embeddings:
+            # A head is (features, tokens) or its transpose, by the library.
             if stored[embedding].shape in (shape, shape[::-1]):
                 return [f"{path} differs from {embedding}: the saved model does not tie its head, as `like` does."]
     return []
@@ -287,6 +288,7 @@ def _moves(match: Match, stored: Mapping[str, StoredLeaf], targets: Mapping[str,
 
 
 def _leads_to_moments(move: _Move) -> bool:
+    # A name that the path in the state has, too, is intended.
     moments = _MOMENTS.intersection(move.stored_prefix.split("/"))
     return bool(moments - set(move.prefix.split("/")))
 

@@ -82,6 +82,7 @@ def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunE
     """Makes the error for a checkpoint of a series that could not be written; `steps` are the existing ones."""
     mend = "fix that"
     if isinstance(error, RunError):
+        # Of "free some space, or choose a folder on another disk." only the first: the run continues in its folder.
         mend = error.do.partition(",")[0].rstrip(".")
     if steps:
         last = f"the last good checkpoint is {path.with_name(str(steps[-1]))}."

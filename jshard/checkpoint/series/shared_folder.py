@@ -33,6 +33,7 @@ def check_shared(folder: Place, *, timeout_s: float) -> None:
     reply = [is_shown((folder / name).exists), socket.gethostname(), str(folder)]
     replies = exchange("folder seen", reply, timeout_s=timeout_s + SHOWN_S)  # others may still be looking
     if is_primary():
+        # Only after the exchange: all processes have looked by now.
         _remove_file(folder, name)
     not_seen = []
     for process, (is_seen, host, path) in enumerate(replies):

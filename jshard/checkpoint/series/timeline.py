@@ -33,6 +33,7 @@ class ProcessTimes:
 
     def phase_s(self, *names: str) -> float:
         """Returns the seconds during which one of these phases ran; phases of the same name may overlap."""
+        # The union of the intervals: the sum would count overlapping ones twice.
         intervals = sorted((start, end) for name, start, end in self.phases if name in names)
         total_s = 0.0
         covered_until = float("-inf")
@@ -118,6 +119,7 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
 
     It sorts nothing: a timeline may have thousands of processes, and each is compared with the others.
     """
+    # Leaving out any of several equal values gives the same rest.
     position = bisect.bisect_left(ordered, value)
 
     def other(number: int) -> float:
@@ -197,6 +199,7 @@ def _times(row: ProcessTimes) -> Iterator[float]:
 
 def _timeline_of(record: _StoredOperation) -> Timeline:
     processes = record.get("processes") or []
+    # A failed save has no processes and no mesh: see `Checkpointer._failed`.
     mesh = record.get("mesh") or {}
     # Which process started first depends on the hosts' clocks; each process's phases use its own clock.
     began_at = min((row["began_at"] for row in processes), default=record["began_at"])
