@@ -60,6 +60,7 @@ def position_text(position: DataPosition) -> str:
 def _global_position(position: DataPosition, state: Any) -> dict[str, Any]:
     """Returns the fields of a position that all processes share."""
     if isinstance(state, dict):
+        # Stored once, beside the state: below, as all processes have it.
         state = {key: value for key, value in state.items() if key != "pipeline"}
     text = to_text(state)
     # Many lanes make a long string, and one per process would not fit: they compare its start and its digest.

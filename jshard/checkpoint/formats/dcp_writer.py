@@ -29,7 +29,7 @@ from jshard.checkpoint.formats.torch_writer import (
 )
 from jshard.checkpoint.manifest import StoredLeaf
 
-_FILE = "__0_0.distcp"
+_FILE = "__0_0.distcp"  # as PyTorch names the first file of rank 0
 _CHUNK_BYTES = 64 << 20  # PyTorch reads whole chunks
 
 

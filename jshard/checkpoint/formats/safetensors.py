@@ -58,7 +58,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 _MAX_HEADER_BYTES = 100_000_000  # as in the package
-_PARTS_KEY = "DCP_SHARDING_INFO"
+_PARTS_KEY = "DCP_SHARDING_INFO"  # in the metadata of files by PyTorch's HuggingFaceStorageWriter
 
 
 def is_safetensors(path: Path) -> bool:
@@ -91,6 +91,7 @@ class SafetensorsSource:
             _check_numbers(self.path, {region.path.name for region in self._regions.values()})
         else:
             index = read_index(index_file)
+            # A user who names the index has chosen: the files beside it need no remark.
             if index_file != self.path:
                 self.notes = _notes_on_unindexed_files(index_file, index)
             files = sorted(set(index.values()))  # each once, though it holds many arrays

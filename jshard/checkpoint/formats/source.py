@@ -189,7 +189,7 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
 
     The order counts: a file that describes the others, such as an index, comes after them.
 
-    Raises `RunError` if that fails; no file is then left.
+    Raises `RunError` if that fails; no file is then left, except those that were renamed before a renaming failed.
     """
     token = secrets.token_hex(4)  # nothing that is in the folder already has these names
     drafts = [folder / f".{name}.{token}.unfinished" for name in names]
@@ -208,4 +208,5 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
         ) from error
     finally:
         for draft in drafts:
+            # Drafts that got their names are gone; after an error, the others are removed.
             draft.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from jshard.checkpoint.formats.torch_pickle import (
 )
 from jshard.errors import FourPartError
 
-_LOCAL_HEADER_BYTES = 30
+_LOCAL_HEADER_BYTES = 30  # of a member of a zip, before its name and its extra field
 STORAGES = {
     "BoolStorage": "bool",
     "CharStorage": "int8",
@@ -164,6 +164,7 @@ class Archive(NamedTuple):
         # By name without the folder around them, whose name varies.
         members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         self._check_members(members)
+        # Without this file, as in archives of earlier versions of PyTorch, they are taken as little-endian.
         order = members.get("byteorder")
         if order is not None and (order.file_size > 64 or archive.read(order).strip() != b"little"):
             raise damaged(self.path, f"the archive at byte {self.offset} is not little-endian.")

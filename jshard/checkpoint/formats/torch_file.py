@@ -114,9 +114,9 @@ def _check_is_archive(file: Path) -> None:
     )
 
 
-_MAX_LEVELS = 100
-_MAX_ITEMS = 100_000
-_MAX_COPIES = 16
+_MAX_LEVELS = 100  # of nested dicts and lists
+_MAX_ITEMS = 100_000  # that any file may stand for
+_MAX_COPIES = 16  # of an item, on average, that a larger file may stand for
 
 
 def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -38,7 +38,7 @@ _FILE = re.compile(
     r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<tensor_rank>\d+)_(?P<kind>optim|model)_states\.pt"
 )
 _LATEST = "latest"  # names the folder of the newest step
-_LATEST_BYTES = 4096
+_LATEST_BYTES = 4096  # a larger file is another program's
 _STAGE = 3
 _ALLOWED = {
     **records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
@@ -130,6 +130,7 @@ class _FlatTensor:
         limits = bounds(box, self.leaf.shape)
         shape = tuple(max(stop - start, 0) for start, stop in limits)
         if not shape or 0 in shape:
+            # A tensor of no dims has one number, and no rows; an empty box has none.
             return self._numbers(0, math.prod(shape)).reshape(shape)
         # The rows of the box follow each other in the files. They are read whole, which is one range of each file.
         row_shape = self.leaf.shape[1:]
@@ -237,6 +238,7 @@ def _trained_shapes(file: Path, state: Mapping[str, Any]) -> dict[str, tuple[int
         raise damaged(file, "it does not list the shapes of the parameters.")
     shapes: dict[str, tuple[int, ...]] = {}
     for group in groups:
+        # The order counts: pieces follow each other in it in the flat weights.
         shapes.update(_checked_shapes(file, group))
     return shapes
 

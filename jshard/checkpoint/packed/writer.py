@@ -95,6 +95,7 @@ class _FileContent:
         first_block = number * (self._part_bytes // BLOCK_BYTES)
         for block, block_views in enumerate(cut_views(views, BLOCK_BYTES), first_block):
             self._sums[block] = block_sum(block_views)
+        # Before the part is written: `parts` waits for this, and must not wait for a write that failed.
         self._num_summed.release()
         return views
 

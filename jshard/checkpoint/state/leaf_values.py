@@ -93,6 +93,7 @@ def _stored(leaf: object) -> StoredValue | None:
     if isinstance(leaf, jax.Array):
         return _stored_device_array(leaf)
     if isinstance(leaf, int):
+        # Of a bool or another subclass, the plain number.
         return int.__int__(leaf) if -(2**63) <= leaf < 2**63 else None
     if isinstance(leaf, float):
         return float.__float__(leaf)

@@ -35,11 +35,12 @@ def text(path: Path) -> str:
 
 def escape(key: str) -> str:
     """Returns a key with the separators of keys and folders escaped."""
+    # An empty key needs a name; "%" is that of no other key, as a percent sign is escaped.
     return key.translate(_TABLE) or "%"
 
 
 def unescape(path: str) -> str:
-    """Inverts `escape`, of a key or of a path with its slashes."""
+    """Inverts `escape`, of a key or of a path with its slashes, except for empty keys."""
     # "%25" last, or the "%2F" that a key contains would be unescaped twice.
     for letter, code in reversed(_ESCAPED.items()):
         path = path.replace(code, letter)
