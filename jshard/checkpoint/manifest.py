@@ -86,7 +86,8 @@ class Manifest:
     """The contents of a manifest."""
 
     leaves: Mapping[str, StoredLeaf]  # by path
-    # size of every jshard file, by its path in the folder; in zarr checkpoints also a checksum of small ones
+    # size of every packed file, by its path in the folder; in zarr checkpoints of earlier versions those of Orbax, the
+    # small ones with a checksum; none with format="orbax" now
     files: Mapping[str, tuple[int, int | None]] = dataclasses.field(default_factory=dict)
     step: int | None = None  # number of completed steps; None if not given
     saved_at: float = 0.0  # seconds since 1970

@@ -275,6 +275,7 @@ def _flags_note(plan: ClusterPlan, compile_request: CompileRequest) -> str | Non
         return f"compiled with XLA_FLAGS='{flags}'; a run needs the same in its environment."
     if plan.estimates.stated.hidden >= _WELL_HIDDEN:
         return None
+    # Only whether there is a flag for this cluster: the bytes do not matter.
     if latency_flag(plan.topology, compile_request.mesh, 0) is None:
         return None
     return "more may be hidden if the compiler knows how long collectives take on this mesh: --xla-flags auto"
