@@ -112,6 +112,7 @@ def _to_devices(pick: Pick, parts: Sequence[Leaf], target: jax.ShapeDtypeStruct)
 
 
 def _on_host(pick: Pick, parts: Sequence[Leaf], target: Target) -> Leaf:
+    # Before numbers, as a bool is an int.
     if isinstance(target, bool):
         return bool(_as_dtype(pick, np.asarray(_picked(pick, parts)), np.bool_))
     if isinstance(target, np.ndarray | np.generic):

@@ -109,6 +109,7 @@ class OrbaxCheckpoint(Opened):
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`; the most recently read leaves are cached whole."""
+        # A copy: the caller may change it, and the leaf stays in the cache.
         return np.array(self._whole(name)[box])
 
     def _load_whole(self, path: str) -> Leaf:
@@ -360,6 +361,7 @@ def _read_padded(source: Opened, name: str, shape: tuple[int, ...], box: Box | N
     stored_box = []
     padding = []
     for (start, stop), size in zip(bounds(box or (), shape), stored_shape, strict=True):
+        # Beyond the end the box is empty, and all of it is padding.
         stored_start = min(start, size)
         stored_stop = min(stop, size)
         stored_box.append(slice(stored_start, stored_stop))

@@ -221,6 +221,7 @@ class RestoreOperation:
     def reads(self) -> dict[str, Target]:
         """The arrays to read, by stored path, with shardings."""
         targets: dict[str, Target] = {}
+        # A stored leaf may be read for several leaves, as layers of a stack: once, in the sharding of the first.
         for key, pick in self.match.picks.items():
             for path in pick.stored:
                 if path not in targets:

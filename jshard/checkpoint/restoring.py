@@ -109,6 +109,7 @@ def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = N
 def _operation(path: Place, like: Any, *, names: Names | None, verify: bool = True, **options: Any) -> RestoreOperation:
     """Opens a checkpoint, and plans the restore."""
     opened = open_checkpoint(path, names=names, verify=verify)
+    # An empty one is a choice: paths are then those of the file.
     if options.get("rename") is None:
         options["rename"] = _without_the_one_name(opened, like)
     return RestoreOperation(opened, like, **options)

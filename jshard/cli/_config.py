@@ -13,7 +13,7 @@ from jshard._paths import expanded
 from jshard.errors import ShardingError, UnsafeFileError
 
 _OPTION_OF_KEY = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
-_NOT_OPTIONS = frozenset(["model_file", "recipe", "versions"])  # the settings in "recipe" are read by `request_of`
+_NOT_OPTIONS = frozenset(["model_file", "recipe", "versions"])  # the settings in "recipe" are read by `without_config`
 
 NOT_IN_FILES = frozenset("model recipe set steps seed auto resume config dry_run print_config".split())
 """Options that say what a command does now, or that the keys of "recipe" set."""

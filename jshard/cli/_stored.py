@@ -63,6 +63,7 @@ class RunArgs:
             return None
         command_line = shlex.join(["jshard", command, *argv])
         cluster = launch.detect(command=command_line)
+        # A single process needs no supervisor.
         if cluster is None and self.processes == 1:
             return None
         check_processes(self, cluster)

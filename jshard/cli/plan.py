@@ -195,6 +195,7 @@ def _plan_cluster(args: PlanArgs, request: RecipeRequest, topology: Topology) ->
     variants = _variants(args, costs, sizes, topology)
     # Only now: an error in the request is reported even where the compiler is not installed.
     require_compiler(topology.device.platform)
+    # Texts and numbers, no objects: another process compiles, and reads the model file again.
     compile_request = CompileRequest(
         model=str(args.model),
         recipe=args.recipe,

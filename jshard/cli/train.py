@@ -60,6 +60,7 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
     check_processes(args, cluster)
     return launch.supervise(
         module_command("jshard", "train", *argv),
+        # On a cluster each supervisor starts the one worker of its own process.
         processes=args.processes if cluster is None else None,
         cluster=cluster,
         deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),

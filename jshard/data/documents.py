@@ -109,7 +109,7 @@ _Saved = TypeVar("_Saved", _SavedState, _SavedSplits)
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[Any]:
-    """Yields tables of at most some thousand rows; the first has all columns but no rows."""
+    """Yields tables of at most 65,536 rows, the default of pyarrow; the first has all columns but no rows."""
     file = _pyarrow(path).parquet.ParquetFile(path)
     # The batches below have the requested column alone: an error on it names all columns.
     yield file.schema_arrow.empty_table()

@@ -212,6 +212,7 @@ class PackedBatches(GlobalBatches):
             yield f"lanes  saved {state['lanes']}  here {self._requested_lanes}"
         saved_form = state["looks"]
         if saved_form:
+            # The only way to know the form: it depends on `pack`, and on the documents.
             first_sequence = next(iter(self._sequences(0)))
             form = _form_of(first_sequence)
             for key in {**saved_form, **form}:

@@ -103,6 +103,7 @@ def set_position(position: DataPosition, text: str) -> None:
     if "state" in stored:
         position.set_state(stored["state"])
     else:
+        # As many processes as saved: see `_check_position_of_process`.
         position.set_state(stored["processes"][jax.process_index()])
 
 
@@ -146,6 +147,7 @@ def _parsed(text: str) -> Mapping[str, Any] | None:
 
 
 def _check_global_position(position: DataPosition, stored: Mapping[str, Any]) -> None:
+    # jshard's batches have it: they compare more than the fields that every position has.
     check_state = getattr(position, "check_state", None)
     if check_state is not None:
         check_state(stored["state"])

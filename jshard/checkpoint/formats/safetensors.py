@@ -143,6 +143,7 @@ def _several_checkpoints(paths: Iterable[Path], why: str) -> CheckpointError:
     )
 
 
+# Such as model-00001-of-00003.safetensors. At most nine digits: Python refuses to read numbers of thousands.
 _NUMBERED = re.compile(r"(?P<stem>.*)-0*(?P<number>\d{1,9})-of-0*(?P<count>\d{1,9})" + re.escape(SUFFIX))
 
 
@@ -331,6 +332,7 @@ def _regions(path: Path, header: _Header) -> dict[str, FileRegion]:
         spans.append(span)
         strides = row_major(shape, dtype.itemsize)
         regions[name] = FileRegion(path, header.data_begin + span.start, tuple(shape), dtype, strides)
+    # Sorted by start and end: an array without elements comes before the one that begins there.
     _check_cover(path, sorted(spans), data_bytes)
     return regions
 

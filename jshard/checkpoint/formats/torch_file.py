@@ -69,6 +69,7 @@ class TorchSource:
             file = self.path / (INDEX if has_index else NAME)
         if file.name == INDEX:
             index = read_index(file)
+            # Each file once, though it holds many arrays.
             for name in sorted(set(index.values())):
                 self._add(file.parent / name)
             check_index(file, index, self._regions)

@@ -107,6 +107,7 @@ class ZeroSource:
         self._tensors: dict[str, _ReadableTensor] = dict(_frozen(files.model, states))
         self._tensors.update(_trained(files.optim, weights, shapes))
         self._tensors.update(_buffers(files.model[0], states[0]))
+        # Tied weights are stored under one of their names.
         for alias, name in _shared_names(states[0].get("shared_params")):
             if name in self._tensors:
                 self._tensors[alias] = self._tensors[name]
@@ -175,6 +176,7 @@ class _RankFiles:
     def in_folder(cls, path: Path) -> _RankFiles:
         """Returns the files in a step folder, or in the newest of a run; raises an error if some are missing."""
         folder = zero_folder(path) or path
+        # By the number in the name, as rank 10 comes before rank 2 in the order of names.
         optim: dict[int, Path] = {}
         model: dict[int, Path] = {}
         for file in sorted(folder.iterdir()):
@@ -215,6 +217,7 @@ def _flat_weights(file: Path) -> list[FileRegion]:
     groups = state.get("fp32_flat_groups")
     if not isinstance(groups, list) or not groups or not all(_is_flat(group) for group in groups):
         raise damaged(file, "it has no flat float32 weights.")
+    # A `_FlatTensor` has one dtype, that of its first part.
     if len({group.dtype for group in groups}) > 1:
         raise damaged(file, "its flat weights have several dtypes.")
     return groups
@@ -233,6 +236,7 @@ def _trained_shapes(file: Path, state: Mapping[str, Any]) -> dict[str, tuple[int
     """Returns the shapes of the trained parameters, in stored order."""
     groups = state.get("param_shapes")
     if isinstance(groups, dict):
+        # A single group may be stored without a list around it.
         groups = [groups]
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise damaged(file, "it does not list the shapes of the parameters.")

@@ -62,6 +62,7 @@ class HostSnapshot:
         values = self._values[source.leaf, source.shard_box]
         if source.part is not None:
             values = values[source.part]
+        # A piece is written as its bytes in row-major order; a part of a shard may have gaps.
         return np.ascontiguousarray(values)
 
 

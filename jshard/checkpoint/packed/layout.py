@@ -39,6 +39,7 @@ _HEADER_BYTES = 50_000_000
 Limits = tuple[tuple[int, int], ...]
 """A box: its start and stop along each dim."""
 
+# At the end of each file: another safetensors file does not have it.
 _MAGIC = b"jshard\0\1"
 _TAIL = struct.Struct("<8s6Q8x")  # the fields of `_Tail`, and 8 unused bytes
 TAIL_BYTES = _TAIL.size

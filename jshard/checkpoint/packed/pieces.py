@@ -302,6 +302,7 @@ class Pieces:
 
 def _is_one_range(slab: Slab, pieces: LeafPieces, parts: Sequence[_PiecePart]) -> bool:
     """Returns whether one range of a file fills a slab: the parts have the same spacing there as the boxes."""
+    # A single part is one range in any case.
     if len(parts) < 2 or not all(part.is_whole for part in parts):
         return False
     rows = [part.piece for part in parts]

@@ -121,6 +121,7 @@ class SharedReads:
     def _share_bytes(self, work: Sequence[Read]) -> int:
         """Returns the size of a member's share of a batch; the last member's may hold less."""
         batch_bytes = sum(read.num_bytes for read in work)
+        # At least 1: a batch of arrays without elements has an exchange like any other.
         return max(1, -(-batch_bytes // self.count))
 
     def close(self) -> None:

@@ -86,6 +86,7 @@ class SeriesStore(abc.ABC, Generic[P]):
         self.take()
         listing = self.listing()
         begun = self.begun()
+        # Of a complete checkpoint nothing is removed: in a folder it has no draft, and in a bucket it has a manifest.
         for old in begun:
             self.discard(old, listing)
         path = self.path(step)

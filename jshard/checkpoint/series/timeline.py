@@ -16,6 +16,7 @@ SLOWER = 1.5  # a process is named if it takes this many times the median of the
 _LEAST_SHARE = 0.05  # and its excess is this share of the operation's time,
 _LEAST_S = 0.01  # and more than the clocks' precision
 
+# "sums" and "commit" are phases of earlier versions, which the history of a run may have.
 PHASES = ("plan", "device_to_host", "write", "read", "verify", "sums", "commit", "finish")
 WAITING = ("plan", "commit")  # in these a process may wait for a slow one
 _LATE = "late"  # stands for the time from the start of the first process to that of another

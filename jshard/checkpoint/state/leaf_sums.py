@@ -74,6 +74,7 @@ def _without_padding(box: Box, shape: Sequence[int]) -> Box:
 def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
     """Returns the sums of one box of a leaf."""
     words = _words(values)
+    # An array of no dims is a matrix of one element.
     box_shape = values.shape or (1,)
     starts = [part.start or 0 for part in box] or [0]
     num_columns = words.shape[-1]

@@ -171,6 +171,7 @@ def restored(path: str, value: Any, like: Any) -> Any:
     if is_data_position(like):
         set_position(like, value)
         return like
+    # Before the types below, of which an enum may be, too.
     if isinstance(like, enum.Enum):
         return _enum_member(path, value, type(like))
     if isinstance(like, bool | int | float | str):
