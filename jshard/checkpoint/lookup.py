@@ -165,6 +165,7 @@ _PART = re.compile(r"\.metadata|.+\.distcp|.+_states\.pt")  # of DCP and DeepSpe
 
 
 def _nearby(path: Place) -> _Nearby:
+    # First, as such a path may exist or not.
     for parent in path.parents:
         if is_committed(parent):
             return _Nearby("it is part of a checkpoint, not a whole one.", parent)
@@ -234,6 +235,7 @@ def series_at(path: Place) -> Place | None:
     """
     path = place_of(path)
     for folder in (path / OF_A_RUN, path):
+        # A checkpoint is no series, whatever the names of its folders.
         if is_checkpoint(folder):
             continue
         if steps_in(folder) or _holds(folder, (HISTORY, LEDGER)):

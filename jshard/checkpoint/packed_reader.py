@@ -397,6 +397,7 @@ class _PackedPart:
 class _PackedParts:
     """A `FileSource` of the packed files in some parts."""
 
+    # A part may be in the memory of another host: reads are few and large.
     gap_bytes = 1 << 20
     read_bytes = 4 << 20
     threads = 2

@@ -103,6 +103,7 @@ def _place_of(name: str, paths: Mapping[str, str], leaves: Mapping[str, StoredLe
     if name in paths:
         return ArrayPlace(paths[name])
     for stack, layer in stacks(name):
+        # A model may have more layers than the stack: the array of such a one is missing.
         if stack in paths and layer < leaves[paths[stack]].shape[0]:
             return ArrayPlace(paths[stack], layer)
     return None

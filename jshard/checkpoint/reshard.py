@@ -40,6 +40,7 @@ def reshard(
     Memory holds a few of its pieces at a time.
     """
     source = own_checkpoint(path)
+    # Of a checkpoint by plain Orbax there is no step, and no time of the save.
     origin = source.manifest or Manifest(leaves={})
     return _RewriteOperation(source, out, mesh, specs or {}, origin=origin, on_written=on_written).run()
 

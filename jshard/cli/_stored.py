@@ -144,6 +144,7 @@ class StoredRun:
         _, recipe = model_file.recipe(name if name in model_file.recipes else None)
         settings: list[str] = []
         for key, stored, _ in differences(record["recipe"], tree(recipe)):
+            # A field that the recipe did not have then has the value of the file.
             if stored is not NOTHING:
                 settings.append(as_setting(key, stored))
         options = record["options"]

@@ -188,6 +188,7 @@ def _plan_annotation(args: PlanArgs, request: RecipeRequest) -> int:
 def _plan_cluster(args: PlanArgs, request: RecipeRequest, topology: Topology) -> int:
     """Compiles the step for a cluster, with those to compare; prints the report, and returns 1 if nothing fits."""
     mesh = open_mesh(request.sizes, devices=topology.num_devices)
+    # Before the compiler, which takes minutes, and would report it in its own words.
     check_batch(request.recipe, mesh)
     sizes = dict(mesh.shape)
     cluster = PlannedCluster(topology, parse_known(args.assume))

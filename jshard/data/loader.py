@@ -138,6 +138,7 @@ class Mixture:
             orders.append(_shuffled(end - length, end, seed + i))
         return _Turns(self._integer_weights, orders)
 
+    # Cached in `__dict__`, which a frozen dataclass does not protect.
     @functools.cached_property
     def _lengths(self) -> list[int]:
         return [len(source) for source in self.sources]

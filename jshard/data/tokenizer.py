@@ -82,6 +82,7 @@ class HuggingFaceTokenizer:
         path = expanded(path)
         content, self._tokenizer = _read_tokenizer(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # The default makes an empty vocabulary fail the check below.
         largest = max(vocabulary.values(), default=_INT32_IDS)
         if largest >= _INT32_IDS:
             why = "its vocabulary is empty." if not vocabulary else f"it has the id {largest}; ids are int32."

@@ -328,6 +328,7 @@ def _dtype(properties: Any) -> np.dtype | None:
     """Returns the dtype in a tensor's properties; None if they have none that is known."""
     if not isinstance(properties, Record):
         return None
+    # `TensorProperties` pickles itself as a tuple, whose first item is the dtype.
     state = properties.state
     if not isinstance(state, tuple) or not state:
         return None

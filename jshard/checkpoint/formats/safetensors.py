@@ -286,6 +286,7 @@ class _Header:
         with io.BufferedReader(open_regular(path)) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
+            # The length may be anything in a damaged file: it is compared before memory is taken for the header.
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise damaged(path, f"its header would have {length} bytes; the file has {size}.")
             text = file.read(length)

@@ -86,6 +86,7 @@ class TorchSource:
     def _add(self, file: Path) -> None:
         """Adds the tensors and values of a file."""
         _check_is_archive(file)
+        # No further names are allowed than those of tensors and plain values.
         content = Archive(file, 0, file.stat().st_size).regions({})
         if not isinstance(content, dict):
             raise CheckpointError(

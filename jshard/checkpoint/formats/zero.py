@@ -200,6 +200,7 @@ class _RankFiles:
 
 def _loaded(file: Path) -> Mapping[str, Any]:
     """Returns the content of a file, with locations for tensors."""
+    # Of tens of GB of optimizer state only the pickle is read: tensors are locations.
     content = Archive(file, 0, file.stat().st_size).regions(_ALLOWED)
     if not isinstance(content, dict):
         raise damaged(file, "it has no DeepSpeed state.")

@@ -422,8 +422,8 @@ class Checkpointer:
     def _delete_old(self, *, written: int) -> None:
         """Deletes the checkpoints written by the series that no rule keeps."""
         begun = self._store.begun()
-        steps = {written, *(step for step in self.steps() if step in begun)}
         # Checkpoints that were copied in by hand are not in the ledger, and never candidates.
+        steps = {written, *(step for step in self.steps() if step in begun)}
         metrics: dict[int, Mapping[str, float]] = {}
         if self.keep.best:  # which means to read all manifests
             metrics = {step: self._store.metrics(step) for step in steps}
