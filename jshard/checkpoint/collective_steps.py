@@ -54,9 +54,12 @@ class CollectiveSteps:
             result, report = work()
         except Exception as caught:
             if self._agreed is not None:  # all processes know, and none waits
+                # Orbax raises the error of a step inside of it as one of its own, which has the first in its chain.
                 is_same = self._agreed in causes(caught)
                 raise self._agreed from (None if is_same else caught)
             error = caught
+        # Published before the exchange: a process that still waits in Orbax does not come to it, and looks for
+        # failures.
         explained = None if error is None else self._publish(error)
         reports = all_or_none(
             f"{topic} {self._path}",
@@ -67,6 +70,7 @@ class CollectiveSteps:
             left=None if is_last else self._left,
         )
         if is_last:
+            # No exchange follows that would delete these keys.
             withdraw(self._left)
         return cast(Result, result), reports  # an error of any process has been raised
 

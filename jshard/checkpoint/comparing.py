@@ -92,6 +92,7 @@ def _compare_leaf(pair: _CheckpointPair, path: str, *, with_norms: bool, on_read
     norms = None
     if a is not None and b is not None and a.shape == b.shape:
         has_sums = a.sums is not None and b.sums is not None
+        # Equal checksums stand for equal values. Packed files have none by leaf: their values must be read.
         must_read = with_norms or (kind == "equal" and not has_sums)
         is_equal = True
         if not a.is_array:
@@ -129,6 +130,7 @@ def _compare_arrays(
             a = pair.a.read(path, box)
             b = pair.b.read(path, box)
             on_read(a.nbytes + b.nbytes)
+            # By bytes, and not `==`: a NaN is equal to itself, and 0.0 is not -0.0.
             is_equal &= a.dtype == b.dtype and a.tobytes() == b.tobytes()
             if with_norms:
                 sums.add(a, b)
@@ -148,6 +150,7 @@ class _NormSums:
         """Adds a box of each."""
         wide_a = _widened(a)
         wide_b = _widened(b)
+        # Infinite values have a difference of NaN, and large ones a square of infinity: both belong into the result.
         with np.errstate(invalid="ignore", over="ignore"):
             difference = np.abs(wide_a - wide_b)
             self._squares_a += np.sum(np.abs(wide_a) ** 2)

@@ -54,6 +54,7 @@ def _stored_sharding(sharding: Sharding | None, pick: Pick, ndim: int) -> Shardi
     if not isinstance(sharding, NamedSharding) or pick.form == "same":
         return sharding
     entries = tuple(sharding.spec)
+    # A spec may name fewer dims than there are. With all, the first one is that of the layers.
     entries += (None,) * (ndim - len(entries))
     entries = (None, *entries) if pick.form == "layer" else entries[1:]
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
@@ -111,6 +112,7 @@ def _to_devices(pick: Pick, parts: Sequence[Leaf], target: jax.ShapeDtypeStruct)
 
 
 def _on_host(pick: Pick, parts: Sequence[Leaf], target: Target) -> Leaf:
+    # Before numbers, as a bool is an int.
     if isinstance(target, bool):
         return bool(_as_dtype(pick, np.asarray(_picked(pick, parts)), np.bool_))
     if isinstance(target, np.ndarray | np.generic):

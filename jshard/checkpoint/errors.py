@@ -32,6 +32,7 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 def reason(error: BaseException) -> str:
     """Returns the cause in one line; for an operating-system error, the system's message."""
     chain = list(causes(error, context=True))
+    # Libraries raise their own errors from that of the system: it may be anywhere in the chain.
     for cause in chain:
         if isinstance(cause, UnsafeFileError):
             return f"{printable(cause.where[0])}: {cause.why}"

@@ -117,6 +117,7 @@ def _untied(match: Match, stored: Mapping[str, StoredLeaf]) -> list[str]:
             continue
         shape = stored[path].shape
         for embedding in embeddings:
+            # A head is (features, tokens) or its transpose, by the library.
             if stored[embedding].shape in (shape, shape[::-1]):
                 return [f"{path} differs from {embedding}: the saved model does not tie its head, as `like` does."]
     return []
@@ -161,6 +162,7 @@ def _summed_up(
     num_others = _count_below(other_side)
     lines = {}
     for key in sorted(keys):
+        # Topmost first: one line for as many leaves as possible.
         for parent in _parents(key):
             has_only_keys = num_keys[parent] == num_leaves[parent] and not num_others[parent]
             if has_only_keys and num_keys[parent] >= _SUMMED_UP:
@@ -207,6 +209,7 @@ def _advice(
     path: Place,
 ) -> _Advice:
     why = "it was saved from another model or optimizer."
+    # A move explains why leaves are missing, not why they clash. With a `rename`, the user has chosen the places.
     if not match.problems and not rename:
         moves = _moves(match, stored, targets)
         if moves:
@@ -276,11 +279,13 @@ def _moves(match: Match, stored: Mapping[str, StoredLeaf], targets: Mapping[str,
     """Returns the prefixes under which all missing leaves are stored. Leaves that are surplus are tried first."""
     if not match.missing:
         return []
+    # A move must place all missing leaves. So those that place any one of them are all that need to be tried.
     first_missing = match.missing[0]
     used = match.used
     moves: list[_Move] = []
     for path in dict.fromkeys([*match.extra, *stored]):  # each once, in this order
         move = _without_common_end(first_missing, path)
+        # Otherwise the last keys differ: nothing was removed from the path.
         has_common_end = move.prefix != first_missing
         if not has_common_end or move in moves or _leads_to_moments(move):
             continue
@@ -294,6 +299,7 @@ def _moves(match: Match, stored: Mapping[str, StoredLeaf], targets: Mapping[str,
 
 
 def _leads_to_moments(move: _Move) -> bool:
+    # A name that the path in the state has, too, is intended.
     moments = _MOMENTS.intersection(move.stored_prefix.split("/"))
     return bool(moments - set(move.prefix.split("/")))
 

@@ -82,6 +82,7 @@ def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunE
     """Makes the error for a checkpoint of a series that could not be written; `steps` are the existing ones."""
     mend = "fix that"
     if isinstance(error, RunError):
+        # Of "free some space, or choose a folder on another disk." only the first: the run continues in its folder.
         mend = error.do.partition(",")[0].rstrip(".")
     if steps:
         last = f"the last good checkpoint is {path.with_name(str(steps[-1]))}."
@@ -164,6 +165,7 @@ _PART = re.compile(r"\.metadata|.+\.distcp|.+_states\.pt")  # of DCP and DeepSpe
 
 
 def _nearby(path: Place) -> _Nearby:
+    # First, as such a path may exist or not.
     for parent in path.parents:
         if is_committed(parent):
             return _Nearby("it is part of a checkpoint, not a whole one.", parent)
@@ -235,6 +237,7 @@ def series_at(path: Place) -> Place | None:
     """
     path = place_of(path)
     for folder in (path / OF_A_RUN, path):
+        # A checkpoint is no series, whatever the names of its folders.
         if is_checkpoint(folder):
             continue
         if steps_in(folder) or _holds(folder, (HISTORY, LEDGER)):

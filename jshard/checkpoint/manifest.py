@@ -1,8 +1,9 @@
 """The manifest of a checkpoint, `jshard.json`: its contents, and how to detect any loss.
 
-It is written last, when everything else is on disk. It lists every leaf with its logical shape and checksums
-(`leaf_sums`), and every file with its size; small files, which describe how to read the large ones, also have a
-checksum. The mesh, layout and processes it was saved from are for information only; nothing depends on them.
+It is written last, when everything else is on disk. It lists every leaf with its logical shape, and every packed file
+with its size and a checksum of its index. Where Orbax writes the arrays, leaves have checksums (`leaf_sums`) in place
+of files; earlier versions also listed the files of Orbax. The mesh, layout and processes it was saved from are for
+information only; nothing depends on them.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Manifest:
     """The contents of a manifest."""
 
     leaves: Mapping[str, StoredLeaf]  # by path
-    # size of every jshard file, by its path in the folder; in zarr checkpoints also a checksum of small ones
+    # size of every packed file, by its path in the folder; in zarr checkpoints of earlier versions those of Orbax, the
+    # small ones with a checksum; none with format="orbax" now
     files: Mapping[str, tuple[int, int | None]] = dataclasses.field(default_factory=dict)
     step: int | None = None  # number of completed steps; None if not given
     saved_at: float = 0.0  # seconds since 1970
@@ -144,6 +146,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 def to_text(manifest: Manifest) -> str:
     """Returns a manifest as the text of its file."""
+    # The checksum is over the text as it stands in the file: parsing and writing it again could change it.
     body = json.dumps(to_json(manifest))
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body})
     if len(text) > MOST_BYTES:  # it could not be read again
@@ -166,6 +169,7 @@ def read(folder: Place, *, check: bool = True) -> Manifest | None:
     try:
         fields = _fields_of(contents(path, MOST_BYTES), check=check)
         number = fields["format"]
+        # Of a newer format only the number and the version are read: other fields may have another form.
         if number <= FORMAT:
             return from_json(fields)
         writer = fields.get("versions", {}).get("jshard", "?")

@@ -130,9 +130,11 @@ def is_in(root: str, path: str) -> bool:
 
 def renamed(path: str, rename: Mapping[str, str]) -> str:
     """Returns the stored path for one of the state: its longest prefix in `rename` is replaced."""
+    # The empty prefix, which every path has, comes last.
     for prefix in sorted(rename, key=len, reverse=True):
         if is_in(prefix, path):
             rest = path[len(prefix) :].lstrip("/")
+            # Either may be empty: a rename to "" removes a name, one from "" adds one.
             return "/".join(part for part in (rename[prefix], rest) if part)
     return path
 
@@ -141,6 +143,7 @@ def _pick(path: str, target: StoredLeaf, stored: Mapping[str, StoredLeaf], *, sk
     """Returns where a leaf comes from, as it is, as a layer of a stack, or layer by layer; None if it is not stored."""
     if path in stored:
         return Pick((path,))
+    # By shape, too: a number in a path need not be that of a layer, as in a list.
     for stack, layer in stacks(path):
         if stack in stored and stored[stack].shape and stored[stack].shape[1:] == target.shape:
             return Pick((stack,), "layer", layer)

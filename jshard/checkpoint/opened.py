@@ -94,11 +94,13 @@ def boxes_of(leaf: StoredLeaf, target: Target) -> tuple[Limits, ...]:
 
 def cut(shape: Sequence[int], itemsize: int, budget_bytes: int) -> Iterator[Box]:
     """Cuts an array into boxes of at most this many bytes, along the first dim as far as possible, then the next."""
-    if math.prod(shape) * itemsize <= max(budget_bytes, itemsize):
+    if math.prod(shape) * itemsize <= max(budget_bytes, itemsize):  # an element is never cut
         yield tuple(slice(0, size) for size in shape)
         return
+    # A row larger than the budget is cut along the next dim, by the call below.
     step = max(1, budget_bytes // (math.prod(shape[1:]) * itemsize))
     for start in range(0, shape[0], step):
         num_rows = min(step, shape[0] - start)
+        # The bytes of all rows of the box count.
         for box_in_rows in cut(shape[1:], itemsize * num_rows, budget_bytes):
             yield slice(start, start + num_rows), *box_in_rows

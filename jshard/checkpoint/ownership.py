@@ -46,6 +46,7 @@ class Owner:
         self._text = json.dumps(claim)
         _locked_files.add(self._file)
         try:
+            # The file may have the claim of a save that was killed.
             os.truncate(self._file, 0)
             os.pwrite(self._file, self._text.encode(), 0)
         except OSError:  # a full disk must not lock the step for good
@@ -68,7 +69,9 @@ class Owner:
         if self._file is None:
             return
         with contextlib.suppress(OSError):
+            # Otherwise it is the claim of another save, on a file system without locks.
             if self._current_text() == self._text:
+                # Removed while it is locked: see `_open_and_lock`, which checks that it has locked the current file.
                 self._file_path.unlink()
         self._close()
 

@@ -32,7 +32,7 @@ from jshard.checkpoint.packed.pieces import PackedFile, Pieces, Want, check_piec
 from jshard.checkpoint.packed.shared_reads import SharedReads
 from jshard.errors import printable
 
-BATCH_BYTES = 64 << 20  # of arrays that are read at a time
+BATCH_BYTES = 64 << 20  # of arrays that are read at a time; host memory holds two batches, see `_Pipeline`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PackedCheckpoint(Opened):
         self.leaves = manifest.leaves
         self._source = source
         self._verify = verify
-        # In packed files a leaf is its number in the manifest.
+        # In packed files a leaf is its number in the manifest: the order of the leaves there is part of the format.
         self._numbers = {name: number for number, name in enumerate(manifest.leaves)}
 
     @functools.cached_property
@@ -63,7 +63,7 @@ class PackedCheckpoint(Opened):
         """The pieces of all leaves, by the number of the leaf in the manifest."""
         leaves = self.leaves.values()
         shapes = [leaf.shape for leaf in leaves]
-        # Python values are in the manifest and have no pieces, but they have numbers.
+        # Python values are in the manifest and have no pieces, but they have numbers: their itemsize is a placeholder.
         itemsizes = [np.dtype(leaf.dtype).itemsize if leaf.is_array else 1 for leaf in leaves]
         files = []
         for name, (size, checksum) in self.manifest.packed.items():
@@ -126,8 +126,9 @@ class PackedCheckpoint(Opened):
                 result |= pipeline.put(leaves, reads)
             result |= pipeline.finish()
         if shared_reads is not None:
+            # Other groups may have more batches, and each of their exchanges waits for this process, too.
             shared_reads.close()
-        return {name: result[name] for name in targets}
+        return {name: result[name] for name in targets}  # in the order of the request, not of the files
 
     @property
     def can_be_mapped(self) -> bool:
@@ -214,6 +215,7 @@ def _held_bytes(target: Target) -> int:
     """Returns the bytes of the boxes of a leaf that this process will hold, each counted once."""
     if not isinstance(target, jax.ShapeDtypeStruct) or target.sharding is None:
         return getattr(target, "nbytes", 0)
+    # The shape is that of keys, not of their numbers, which are few.
     if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
         return 0
     shard_bytes = math.prod(target.sharding.shard_shape(target.shape)) * target.dtype.itemsize
@@ -274,6 +276,8 @@ class _Pipeline:
         reads = batch.reads
         if self._shared_reads is not None:
             assert batch.share is not None
+            # Until here only this process's share was read. Each read now takes all its bytes from the exchange, checks
+            # them, and fills its boxes.
             contents = self._shared_reads.end(batch.work, batch.share, reads)
             reads = [self._pool.submit(read, views) for read, views in zip(batch.work, contents, strict=True)]
         for read in reads:
@@ -336,6 +340,7 @@ class _LoadingLeaf:
         self.wants = []
         if not self._is_on_device:
             return boxes[0]
+        # JAX calls `read_box` for each device; devices with replicas get the same box, which was read once.
         number_of = _numbers_of(self._boxes)
 
         def read_box(index: Box | None) -> np.ndarray:
@@ -392,6 +397,7 @@ class _PackedPart:
 class _PackedParts:
     """A `FileSource` of the packed files in some parts."""
 
+    # A part may be in the memory of another host: reads are few and large.
     gap_bytes = 1 << 20
     read_bytes = 4 << 20
     threads = 2
@@ -426,5 +432,6 @@ def opened_parts(name: Path, parts: Sequence[ReadPart]) -> PackedCheckpoint:
         file = f"part {number}"
         packed[file] = manifest.packed[""]  # as the part calls its only file
         files[file] = _PackedPart(read, HEAD_BYTES + manifest_bytes)
+    # The parts are of one state: they describe the same leaves, and differ in their packed files only.
     manifest = dataclasses.replace(manifests[0], packed=packed)
     return PackedCheckpoint(name, manifest, _PackedParts(files))

@@ -87,9 +87,11 @@ def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) 
 
 def _paths_below(source: Opened, part: str) -> dict[str, str]:
     """Returns the paths of the arrays below a path, by their names relative to it."""
+    # With the slash, "model" does not select "model_ema".
     prefix = f"{part.strip('/')}/" if part else ""
     paths = {}
     for path, leaf in source.arrays.items():
+        # Modules of nnx have their random state, a key and a draw count for each stream, in an attribute `rngs`.
         is_random_state = "/rngs/" in path or leaf.key is not None
         if path.startswith(prefix) and not is_random_state:
             paths[path.removeprefix(prefix)] = path
@@ -101,6 +103,7 @@ def _place_of(name: str, paths: Mapping[str, str], leaves: Mapping[str, StoredLe
     if name in paths:
         return ArrayPlace(paths[name])
     for stack, layer in stacks(name):
+        # A model may have more layers than the stack: the array of such a one is missing.
         if stack in paths and layer < leaves[paths[stack]].shape[0]:
             return ArrayPlace(paths[stack], layer)
     return None

@@ -34,11 +34,12 @@ class Pending:
         self.timeout_s = timeout_s
         self._result: Any = None
         self._error: BaseException | None = None
+        # A daemon: at exit Python would wait for any other thread for ever, and `_finish_all` waits for a limited time.
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {name}", daemon=True)
         _wait_at_exit()
         try:
             self._thread.start()
-        except RuntimeError:  # for example, the program is about to exit
+        except RuntimeError:  # no thread can start, for example because the program is about to exit
             self._run(work)
         # The thread takes it out of the set when it succeeds, which may have been before it was added.
         _unreported.add(self)
@@ -98,6 +99,7 @@ class Pending:
     def _run(self, work: Callable[[], Any]) -> None:
         try:
             self._result = work()
+        # Also `SystemExit`: a thread would end without a trace.
         except BaseException as error:
             self._error = error
         else:
@@ -111,6 +113,7 @@ def _wait_at_exit() -> None:
 
 def _finish_all() -> None:
     """Waits for pending saves while their threads can still run, and reports failures that were not seen."""
+    # A copy: each `wait` removes an element.
     for pending in list(_unreported):
         try:
             pending.wait(pending.timeout_s)

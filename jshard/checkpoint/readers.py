@@ -29,6 +29,7 @@ from jshard.checkpoint.state import leaves as _leaves
 from jshard.errors import FourPartError, RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="value")  # what has no type here, and values that were not requested
+# As the manifest has them: a bool is an int there.
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
 
 
@@ -108,6 +109,7 @@ class OrbaxCheckpoint(Opened):
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`; the most recently read leaves are cached whole."""
+        # A copy: the caller may change it, and the leaf stays in the cache.
         return np.array(self._whole(name)[box])
 
     def _load_whole(self, path: str) -> Leaf:
@@ -128,12 +130,14 @@ class OrbaxCheckpoint(Opened):
         try:
             metadata, mark = storage.metadata(self.path)
         except FileNotFoundError as error:
+            # Inside of a complete checkpoint it is a part of that, which `no_checkpoint` says.
             if storage.is_committed(self.path) and not storage.is_committed(self.path.parent):
                 raise unreadable(self.path, "a file that describes it is missing.") from error
             raise _not_own(self.path) from error
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         is_by_jshard = "jshard" in mark
+        # Its manifest has the checksums; without it nothing could be verified.
         if self._verify and is_by_jshard:
             do = "copy it again, or restore another one, or this one without checks: verify=False."
             raise _unsealed(self.path, do)
@@ -198,6 +202,7 @@ class ForeignCheckpoint(Opened):
 
     def leaves_for(self, paths: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; requested values other than numbers and strings are not leaves."""
+        # Without numbers, as a stack may be stored layer by layer, and layers as a stack.
         requested = {_without_layers(path) for path in paths}
         leaves = dict(self.leaves)
         for place in self._values:
@@ -368,6 +373,7 @@ def _read_padded(source: Opened, name: str, shape: tuple[int, ...], box: Box | N
     stored_box = []
     padding = []
     for (start, stop), size in zip(bounds(box or (), shape), stored_shape, strict=True):
+        # Beyond the end the box is empty, and all of it is padding.
         stored_start = min(start, size)
         stored_stop = min(stop, size)
         stored_box.append(slice(stored_start, stored_stop))

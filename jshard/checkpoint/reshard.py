@@ -40,6 +40,7 @@ def reshard(
     Memory holds a few of its pieces at a time.
     """
     source = own_checkpoint(path)
+    # Of a checkpoint by plain Orbax there is no step, and no time of the save.
     origin = source.manifest or Manifest(leaves={})
     return _RewriteOperation(source, out, mesh, specs or {}, origin=origin, on_written=on_written).run()
 
@@ -58,6 +59,7 @@ def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
     was_replicated = leaf.spec is not None and not any(saved_axes)
     if was_replicated or leaf.key is not None:
         return PartitionSpec()
+    # No sharding is known, as of another library's arrays, or the mesh does not allow it.
     degree = mesh.shape.get("fsdp", 1)
     for dim, size in enumerate(leaf.shape):
         if size and size % degree == 0:
@@ -108,6 +110,7 @@ class _SourcePieces:
             pieces += [Piece(number, path, np.dtype(leaf.dtype), box) for box in boxes]
             chunk = sharding.shard_shape(leaf.shape)
             spec = _manifest.spec_text(specs[path])
+            # Without sums: packed files have checksums of their own.
             self.leaves[path] = dataclasses.replace(leaf, spec=spec, chunk=chunk, sums=None)
         self.files: Sequence[FileLayout] = tuple(lay_out_files(pieces))
 
@@ -127,6 +130,7 @@ class _SourcePieces:
         """Raises `RunError` if a leaf differs from its checksum, where the source has checksums."""
         self._raise_if_stopped()
         leaves = self._source.leaves
+        # The values are written by now, but the manifest is not: with an error, there is no checkpoint.
         bad = []
         for name, sums in self._sums.items():
             if add(sums) != leaves[name].sums:
@@ -185,6 +189,7 @@ class _RewriteOperation(SaveOperation):
             self.finish()
         except BaseException:  # on an interrupt, threads may still be writing
             self._pieces.is_stopped = True
+            # The threads end with the error of `_raise_if_stopped`; only then the draft can be removed for good.
             with contextlib.suppress(Exception):
                 self._wait()
             remove_draft(self._out)

@@ -130,6 +130,7 @@ class RestoreOperation:
             described = self._described_leaves()
             roots = _roots(like, only)
             numbered = _leaves.by_number(like)
+            # Before matching: reading the types of values may take time, so only of those that may be needed.
             self._stored = opened.leaves_for(self._possible_paths(numbered, renames))
             self._by_number = self._stored_by_number(numbered, renames)
             renames |= self._by_number
@@ -208,6 +209,7 @@ class RestoreOperation:
 
     def _without_copies(self) -> dict[str, str]:
         """Takes surplus arrays that are copies of restored ones out of the match, and returns them."""
+        # The restore fails in any case: no values are read for a better message.
         if self.match.problems or self.match.missing:
             return {}
         copies = surplus.copies(self.opened, self.match.extra, self.match.used)
@@ -219,6 +221,7 @@ class RestoreOperation:
     def reads(self) -> dict[str, Target]:
         """The arrays to read, by stored path, with shardings."""
         targets: dict[str, Target] = {}
+        # A stored leaf may be read for several leaves, as layers of a stack: once, in the sharding of the first.
         for key, pick in self.match.picks.items():
             for path in pick.stored:
                 if path not in targets:
@@ -301,6 +304,7 @@ class RestoreOperation:
         path = self.opened.path
         why = "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
         kinds = {parts["kind"] for parts in failures.values()}
+        # By name, as the errors of other processes come as text.
         if BucketError.__name__ in kinds and isinstance(path, BucketPath):
             return bucket_error(path, why)
         return unreadable(path, why)
@@ -320,6 +324,7 @@ class RestoreOperation:
                 leaves = self.opened.load(self.reads, shared_reads, mmap=self._mmap)
             else:
                 leaves = self.opened.load(self.reads)
+            # Copies to the devices run on after `load`: their time is part of the phase, and errors belong to it.
             jax.block_until_ready(leaves)
         sums: Mapping[str, Sums] = {}
         if verify and manifest is not None:

@@ -95,9 +95,11 @@ def save_async(
     """
     from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
 
+    # Both: the setting of the context does not reach all of its barriers.
     set_orbax_deadline(timeout_s)
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(1, int(timeout_s))
+    # The global registry has the handlers of arrays, which only Orbax's own form of a state needs.
     context.checkpointables.registry = ocp.handlers.local_registry(include_global_registry=leaves is not None)
     context.checkpointables.registry.add(WriteHandler, checkpointable_name=FOLDER)
     checkpointables: dict[str, Any] = {FOLDER: Write(work)}
@@ -119,6 +121,7 @@ def save_async(
 def keep_on_disk(path: Path) -> None:
     """Waits until a named checkpoint would survive a power cut; jshard's files are already on disk."""
     flush(path)
+    # The name of the folder is in its parent: without this, a power cut could undo the renaming.
     flush(path.parent)
 
 
@@ -147,6 +150,7 @@ def load(path: Path, targets: Mapping[str, Any], *, plain: bool = False) -> dict
             else:
                 request = nested(tree_targets)
             leaves |= flat(ocp.load(tree.checkpoint, request, checkpointable_name=tree.item), name)
+    # A list was read whole: what was not requested of it is dropped here, see `_as_stored`.
     return {key: leaf for key, leaf in leaves.items() if key in targets}
 
 
@@ -296,8 +300,10 @@ def items(path: Path) -> tuple[str, ...]:
         for below in folder.iterdir():
             if (below / DESCRIPTION).is_file():
                 names.append(below.relative_to(path).as_posix())
+            # Deeper folders only if they have trees themselves: the data of a tree may have thousands of folders.
             elif below.is_dir() and (folder == path or any(below.glob(f"*/{DESCRIPTION}"))):
                 folders.append(below)
+    # A single tree is found by Orbax itself (`_AUTO`), and its leaves have no name before them.
     if len(names) < 2:
         return ()
     return tuple(sorted(names))

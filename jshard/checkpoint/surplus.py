@@ -37,6 +37,7 @@ def _may_be_parameter(path: str, root: str, stored: Mapping[str, StoredLeaf]) ->
         return False
     if not leaf.is_array or leaf.key is not None:
         return False
+    # Such as the step of an optimizer, or a count of draws.
     is_counter = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
     if is_counter:
         return False

@@ -93,6 +93,7 @@ def _damaged_files(source: OrbaxCheckpoint | PackedCheckpoint) -> list[Finding]:
         return []
     findings = []
     for line in _manifest.damage(source.path, source.manifest):
+        # As `manifest.damage` writes a line: the name, two spaces, and what is wrong.
         file, _, why = line.partition("  ")
         findings.append(Finding(leaf=None, file=file, why=why))
     return findings

@@ -92,6 +92,7 @@ def _debug_in_environment(debug: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        # A program may call `main` several times: the variable is as it was.
         os.environ[_DEBUG] = before
 
 
@@ -116,6 +117,7 @@ def _run(argv: Sequence[str]) -> int:
 def _set_xla_flags() -> None:
     """Adds our flags to those of the user, who may have set some of them to other values."""
     of_user = os.environ.get("XLA_FLAGS", "")
+    # By name, whatever the value: the user's own one counts.
     missing = [flag for flag in _XLA_CPU_FLAGS if flag.partition("=")[0] not in of_user]
     os.environ["XLA_FLAGS"] = " ".join([of_user, *missing]).strip()
 

@@ -13,7 +13,7 @@ from jshard._paths import expanded
 from jshard.errors import ShardingError, UnsafeFileError
 
 _OPTION_OF_KEY = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
-_NOT_OPTIONS = frozenset(["model_file", "recipe", "versions"])  # the settings in "recipe" are read by `request_of`
+_NOT_OPTIONS = frozenset(["model_file", "recipe", "versions"])  # the settings in "recipe" are read by `without_config`
 
 NOT_IN_FILES = frozenset("model recipe set steps seed auto resume config dry_run print_config".split())
 """Options that say what a command does now, or that the keys of "recipe" set."""
@@ -37,6 +37,7 @@ def with_config(argv: Sequence[str], options: Collection[str], *, known: Collect
         return list(argv)
     where = f"--config {path}"
     config = read_config(expanded(path))
+    # "recipe" is both: as an option it is the name, which a file has under "recipe_name".
     keys = {*_OPTION_OF_KEY, "recipe", "versions", *known} - (NOT_IN_FILES - {"recipe"})
     check_keys(config, keys, where)
     used = {word.partition("=")[0].replace("_", "-") for word in argv}  # tyro takes --held_out, too
@@ -45,6 +46,7 @@ def with_config(argv: Sequence[str], options: Collection[str], *, known: Collect
         name = _OPTION_OF_KEY.get(key, key)
         if key not in _NOT_OPTIONS and name in options and option_of(name) not in used:
             words += _words(option_of(name), value, where)
+    # The model comes first: after an option of several values it would be taken for one of them.
     has_model = not argv[0].startswith("-")
     if has_model:
         return [argv[0], *words, *argv[1:]]

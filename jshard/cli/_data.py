@@ -43,6 +43,7 @@ def data_of(
 ) -> Data:
     """Returns the model file's own data, or the data of the files on the command line."""
     options = {"data": data, "tokenizer": tokenizer, "held_out": held_out, "text_key": text_key, "dtype": dtype}
+    # By its truth: without the option, each is empty or None.
     used = [option_of(name) for name, value in options.items() if value]
     if model_file.data is not None and used:
         raise ShardingError(

@@ -30,6 +30,7 @@ def description_of(cls: type) -> str:
     return "\n".join(filled)
 
 
+# Cached: after the first call the types in the class are no longer those that are returned.
 @functools.cache
 def prepare_help(cls: type) -> dict[str, Any]:
     """Prepares the help of a dataclass of arguments: whole lines, no `{None}|`, no empty default.

@@ -55,12 +55,14 @@ def write_png(report: OccupancyReport, path: Path) -> None:
             flat_labels.append(kernel.label)
         else:
             panels.setdefault(panel, []).append(kernel.label)
+    # A figure needs a subplot; without panels it stays empty, above the names of the kernels.
     num_columns = min(3, len(panels)) or 1
     num_rows = math.ceil(len(panels) / num_columns) or 1
     figure = Figure(figsize=(4.5 * num_columns, 0.8 + 2.6 * num_rows), layout="constrained")
     subplots = figure.subplots(num_rows, num_columns, sharex=True, squeeze=False).ravel()
     for axes in subplots[len(panels) :]:
         axes.set_axis_off()
+    # Not strict: the last row may have more subplots than there are panels.
     for axes, (panel, labels) in zip(subplots, panels.items(), strict=False):
         _draw(axes, panel, labels)
     figure.suptitle(report.gpu.title, x=0.01, ha="left", fontsize=10)
@@ -73,6 +75,7 @@ def write_png(report: OccupancyReport, path: Path) -> None:
 def _draw(axes: Any, panel: _Panel, labels: Sequence[str]) -> None:
     """Draws a panel into axes of matplotlib, with the names of its kernels above."""
     styles = itertools.cycle(("-", "--", ":", "-."))
+    # Not strict: the styles have no end.
     for curve, style in zip(panel.curves, styles, strict=False):
         axes.step(panel.paddings_kib, curve.values, style, where="post", label=curve.name)
     axes.set_title("\n".join(textwrap.wrap(", ".join(labels), 60)), loc="left", fontsize=8)

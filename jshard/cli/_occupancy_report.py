@@ -81,6 +81,7 @@ class OccupancyReport(Printed):
         return values
 
     def _table(self, comm: CommFootprint) -> FittedTable:
+        # The marks `>` and `?` align numbers, and choose what a narrow terminal leaves out: see `FittedTable`.
         columns = ("kernel", "a block>??", "per SM>", "bound by", "drain>", "best by the model")
         table = made_table(f"beside {self._footprint_text(comm)}", *columns)
         for kernel in self.kernels:

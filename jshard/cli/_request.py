@@ -85,6 +85,7 @@ class Request(RecipeRequest):
     def as_begun(self, devices: int) -> Request:
         """Returns the request on the mesh of the run's last start, if that has as many devices."""
         sizes = {} if self.out is None else RunFolder.last_mesh(self.out)
+        # Without a record the product is 1: on a single device every mesh is the same.
         if math.prod(sizes.values()) != devices:
             return self
         return dataclasses.replace(self, sizes=sizes)
@@ -188,6 +189,7 @@ def _check_vacant(args: TrainArgs, model_file: ModelFile, out: Path | None) -> N
     if out is not None:
         RunFolder.check_vacant(out)
     elif not (args.dry_run or args.print_config):
+        # A free name is vacant: what is checked is that the folder of runs can be written.
         RunFolder.check_vacant(RunFolder.free_name(_RUNS, model_file.path.stem))
 
 
@@ -254,6 +256,7 @@ def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) 
     if stored and args.checkpoints not in (None, place):
         why = f"{out} has its checkpoints in {place or OF_A_RUN}."
         raise _changed("--checkpoints", args.checkpoints, why)
+    # Without checkpoints the weights are read again, and may be others.
     if args.init_from is None or "init_from" not in stored or not _has_checkpoints(out, place):
         return
     origin = stored["init_from"]

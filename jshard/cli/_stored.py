@@ -63,6 +63,7 @@ class RunArgs:
             return None
         command_line = shlex.join(["jshard", command, *argv])
         cluster = launch.detect(command=command_line)
+        # A single process needs no supervisor.
         if cluster is None and self.processes == 1:
             return None
         check_processes(self, cluster)
@@ -143,6 +144,7 @@ class StoredRun:
         _, recipe = model_file.recipe(name if name in model_file.recipes else None)
         settings: list[str] = []
         for key, stored, _ in differences(record["recipe"], tree(recipe)):
+            # A field that the recipe did not have then has the value of the file.
             if stored is not NOTHING:
                 settings.append(as_setting(key, stored))
         options = record["options"]

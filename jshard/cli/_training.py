@@ -152,6 +152,7 @@ def _devices() -> str:
     """Describes the devices in one line: how many of which kind, and whether they are simulated."""
     devices = jax.devices()
     line = f"{len(devices)} x {devices[0].device_kind}"
+    # A process has one CPU device unless more are simulated.
     if devices[0].platform == "cpu" and len(devices) > jax.process_count():
         line += f" (simulated on {os.cpu_count()} cores: for learning and tests, not for speed)"
     if jax.process_count() == 1:
@@ -161,6 +162,7 @@ def _devices() -> str:
 
 def printable_text(text: str) -> str:
     """Returns generated text without terminal control characters."""
+    # A model may generate anything, also what moves the cursor of a terminal.
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

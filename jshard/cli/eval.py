@@ -100,6 +100,7 @@ def _data(args: EvalArgs, stored: StoredRun) -> Data:
 
 def _derived(loss: float, unit: str) -> dict[str, float]:
     """Returns what is usually reported in place of a loss of this unit, by its name in the JSON."""
+    # Of nats per byte: a bit is log(2) nats.
     if unit.endswith("byte"):
         return {"bits_per_byte": loss / math.log(2)}
     if unit:

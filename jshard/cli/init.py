@@ -36,6 +36,7 @@ def run(argv: Sequence[str]) -> int:
     args = parse(InitArgs, argv, command="jshard init")
     models = shipped_models()
     if args.model not in models:
+        # "gpt" stands in where no name is near.
         nearest, *_ = [*difflib.get_close_matches(args.model, models, n=1), "gpt"]
         raise ShardingError(
             f"No model {args.model!r} is included in jshard.",

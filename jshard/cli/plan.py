@@ -188,6 +188,7 @@ def _plan_annotation(args: PlanArgs, request: RecipeRequest) -> int:
 def _plan_cluster(args: PlanArgs, request: RecipeRequest, topology: Topology) -> int:
     """Compiles the step for a cluster, with those to compare; prints the report, and returns 1 if nothing fits."""
     mesh = open_mesh(request.sizes, devices=topology.num_devices)
+    # Before the compiler, which takes minutes, and would report it in its own words.
     check_batch(request.recipe, mesh)
     sizes = dict(mesh.shape)
     cluster = PlannedCluster(topology, parse_known(args.assume))
@@ -195,6 +196,7 @@ def _plan_cluster(args: PlanArgs, request: RecipeRequest, topology: Topology) ->
     variants = _variants(args, costs, sizes, topology)
     # Only now: an error in the request is reported even where the compiler is not installed.
     require_compiler(topology.device.platform)
+    # Texts and numbers, no objects: another process compiles, and reads the model file again.
     compile_request = CompileRequest(
         model=str(args.model),
         recipe=args.recipe,
@@ -275,6 +277,7 @@ def _flags_note(plan: ClusterPlan, compile_request: CompileRequest) -> str | Non
         return f"compiled with XLA_FLAGS='{flags}'; a run needs the same in its environment."
     if plan.estimates.stated.hidden >= _WELL_HIDDEN:
         return None
+    # Only whether there is a flag for this cluster: the bytes do not matter.
     if latency_flag(plan.topology, compile_request.mesh, 0) is None:
         return None
     return "more may be hidden if the compiler knows how long collectives take on this mesh: --xla-flags auto"

@@ -72,6 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _prompt_tokens(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    # Without an end of text, which the model would continue with another text.
     (tokens,) = tokenizer.encode_batch([text.encode()])
     if not tokens.size:
         raise ShardingError(

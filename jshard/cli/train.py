@@ -60,6 +60,7 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
     check_processes(args, cluster)
     return launch.supervise(
         module_command("jshard", "train", *argv),
+        # On a cluster each supervisor starts the one worker of its own process.
         processes=args.processes if cluster is None else None,
         cluster=cluster,
         deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
@@ -176,6 +177,7 @@ def _smaller_meshes(
         if mesh is None or problem is not None:
             lines.append(f"{counted(count, 'process')} cannot continue: {problem}")
             continue
+        # `fsdp` stays even with degree 1: an option without it gives it all devices.
         named = {axis: degree for axis, degree in mesh.items() if degree > 1 or axis == "fsdp"}
         meshes[count] = as_option(named)
         lines.append(f"{counted(count, 'process')} can continue: --mesh {meshes[count]}")
@@ -232,6 +234,7 @@ def _batch(argv: Sequence[str]) -> tuple[int, int]:
     A process of its own reads them, as this one does not import JAX.
     """
     command = module_command("jshard", "train", *argv, "--print-config")
+    # It is a command of its own: with these variables it would join the run as a worker.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JSHARD_WORKER")}
     environ["JAX_PLATFORMS"] = "cpu"
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)

@@ -100,5 +100,6 @@ def _footprint(args: TuneArgs, gpu: GpuFacts) -> CommFootprint:
 def _why_not_measured(args: TuneArgs) -> str:
     if not args.gpu:
         return NOT_MEASURED
+    # Without its first words: there may be a GPU here, and another one was named.
     _, _, statement = NOT_MEASURED.partition(": ")
     return f"--gpu {args.gpu}: {statement}"

@@ -140,6 +140,7 @@ class GlobalBatches:
         except Exception:
             self.close()  # the next call tries the same batch again
             raise
+        # Only now: batches that are read ahead do not move the position.
         self.samples += self.batch_size
         return self._handed_out(read)
 
@@ -197,7 +198,9 @@ class GlobalBatches:
             step, row_number = divmod(int(number), len(rows))
             return self._sample(first + step * batch_size + rows[row_number])
 
+        # Of this process: rows of the first batch, rows of the second one, and so on.
         numbers = grain.MapDataset.range(num_batches * len(rows))
+        # Several threads read, and Grain returns the samples in the order of their numbers.
         return iter(numbers.map(sample).to_iter_dataset(self._read_options).batch(len(rows)))
 
     def _sample(self, number: int) -> Any:

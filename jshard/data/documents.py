@@ -77,6 +77,7 @@ def _no_document(path: Path, number: int, why: str) -> DataError:
 def _lines(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
     """Yields the lines of a file; raises for one that is too long, before it takes more memory."""
     while True:
+        # One more than allowed shows that the line is longer.
         line = file.readline(_MOST_LINE_BYTES + 1)
         if not line:
             return
@@ -108,8 +109,9 @@ _Saved = TypeVar("_Saved", _SavedState, _SavedSplits)
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[Any]:
-    """Yields tables of at most some thousand rows; the first has all columns but no rows."""
+    """Yields tables of at most 65,536 rows, the default of pyarrow; the first has all columns but no rows."""
     file = _pyarrow(path).parquet.ParquetFile(path)
+    # The batches below have the requested column alone: an error on it names all columns.
     yield file.schema_arrow.empty_table()
     yield from file.iter_batches(columns=[text_key])
 
@@ -181,6 +183,7 @@ def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]
                 raise ValueError(f"it has {names.count(text_key)} columns {text_key!r}")
             table.validate(full=True)
             for text in table.column(text_key).to_pylist():
+                # A null is an empty text, which is left out later.
                 yield (text or "").encode(errors="replace")
     except (arrow_error, MemoryError) as error:
         first = next(iter(str(error).splitlines()), "no reason given")
@@ -190,6 +193,7 @@ def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]
 def _no_text(where: str, text_key: str, kinds: Mapping[str, str]) -> DataError:
     """Returns the error for a document without a text; `kinds` are the types of what it has, by key."""
     strings = [key for key, kind in kinds.items() if kind in _STRINGS]
+    # cutoff=0: the nearest of those with texts, however far it is.
     closest = difflib.get_close_matches(text_key, strings, n=1, cutoff=0.0)
     why = f"it has {', '.join(map(repr, kinds)) or 'nothing'}, but no {text_key!r}."
     if text_key in kinds:

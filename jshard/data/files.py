@@ -44,6 +44,7 @@ def weighted(paths: Sequence[str | Path]) -> tuple[list[Path], list[Fraction]]:
     files: list[Path] = []
     weights: list[Fraction] = []
     for argument in map(str, paths):
+        # The last "=": the name of a file may contain others.
         path, _, text = argument.rpartition("=")
         # Not `Path.exists`, which raises for names that are too long.
         if not path or os.path.exists(expanded(argument)):

@@ -28,7 +28,7 @@ Sample = dict[str, np.ndarray]
 Spec = dict[str, str]  # key -> shape and dtype as text
 
 _SEEDS = 2**32  # Grain's range
-_LONGEST_PERIOD = 100_000
+_LONGEST_PERIOD = 100_000  # of a mixture; `_Turns` lists the places of one period
 _NOT_NUMBERS = "OUSMm"  # numpy's kinds of objects, texts and dates
 
 
@@ -123,6 +123,7 @@ class Mixture:
         return sum(self._lengths)
 
     def __getitem__(self, index: int, /) -> Sample:
+        # Right: sample `ends[0]` is the first one of the next source.
         number = bisect.bisect_right(self._ends, index)
         start = self._ends[number] - self._lengths[number]
         return self.sources[number][index - start]
@@ -133,9 +134,11 @@ class Mixture:
             return _shuffled(0, len(self), seed)
         orders = []
         for i, (end, length) in enumerate(zip(self._ends, self._lengths, strict=True)):
+            # A seed for each: sources of one length would otherwise be shuffled alike.
             orders.append(_shuffled(end - length, end, seed + i))
         return _Turns(self._integer_weights, orders)
 
+    # Cached in `__dict__`, which a frozen dataclass does not protect.
     @functools.cached_property
     def _lengths(self) -> list[int]:
         return [len(source) for source in self.sources]
@@ -149,6 +152,7 @@ class Mixture:
         """The weights as integers without a common divisor."""
         exact = [Fraction(weight) for weight in self.weights]
         divisor = math.gcd(*(weight.numerator for weight in exact)) or 1  # 0 if all weights are
+        # Fractions are in lowest terms: so this is the largest number of which all weights are multiples.
         unit = Fraction(divisor, math.lcm(*(weight.denominator for weight in exact)))
         return [int(weight / unit) for weight in exact]
 
@@ -173,6 +177,7 @@ class _Turns:
     def __getitem__(self, number: int) -> int:
         period_number, place = divmod(number, len(self._sources))
         source = self._sources[place]
+        # A source has as many turns in a period as its weight.
         turn = period_number * self._weights[source] + self._turns_before[place]
         return int(self._orders[source][turn])
 
@@ -303,6 +308,7 @@ def _in_batches(sample_ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """Returns whole batches, then parts whose size divides that of a batch, the largest first."""
     parts = []
     while len(sample_ids):
+        # A divisor, so that the samples of the last batches are repeated equally often.
         size = _largest_divisor(batch_size, at_most=len(sample_ids))
         parts.append(sample_ids[:size])
         sample_ids = sample_ids[size:]
@@ -357,6 +363,7 @@ class Loader:
         last = len(self.data.train) - 1
         self._reader("train", DataError).batch([0, last // 2, last])
         self._reader("held_out", DataError).batch([0])
+        # And whether workers could have it: this would fail with the first batch.
         if self.workers:
             pickled(self._reader("train", RunError))
 
@@ -405,6 +412,7 @@ class Loader:
         """
         size = len(self.data.held_out)
         num_samples = min(size, max(num_sequences, self.batch_size))
+        # No more numbers than samples: they are at least 1 apart, so none comes twice.
         sample_ids = np.linspace(0, size - 1, num_samples).astype(int)
         parts = _in_batches(sample_ids, self.batch_size)
         order = np.concatenate([np.repeat(part, self.batch_size // len(part)) for part in parts])
@@ -459,6 +467,7 @@ def _shuffled(start: int, stop: int, seed: int) -> Any:
     """Returns these numbers, endlessly, in a new order in each pass."""
     import grain  # imported here: not needed for a `Data` or a dry run
 
+    # Grain shuffles by number: a resumed run finds its place without reading what comes before.
     return grain.MapDataset.range(start, stop).shuffle(seed % _SEEDS).repeat()
 
 
@@ -466,5 +475,6 @@ def read_ahead(batch: Callable[[int], Any], num_batches: int, buffered: int = 2)
     """Returns an iterator over `batch(0)`, `batch(1)` and so on, computed in order by a thread, ahead of time."""
     import grain
 
+    # A single thread: `batch` is called in order, as a `WorkerPool` and the lanes of packed batches need.
     steps = grain.MapDataset.range(num_batches).map(lambda step: batch(int(step)))
     return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=buffered)))

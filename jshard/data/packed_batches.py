@@ -119,6 +119,7 @@ class PackedBatches(GlobalBatches):
 
     def _reader(self, num_batches: int) -> Any:
         first = self.samples
+        # What this process has read since counts more than what was restored.
         positions = {**self._restored, **self._moved}
         lanes: dict[int, _Lane] = {}  # those that this process reads
 
@@ -168,6 +169,7 @@ class PackedBatches(GlobalBatches):
         return {
             "sequences": self.samples,
             "lanes": self.lanes,
+            # The name that stored positions have for the form.
             "looks": forms[0] if forms else None,
             "states": [positions[lane][1] if lane in positions else None for lane in range(self.lanes)],
         }
@@ -198,6 +200,7 @@ class PackedBatches(GlobalBatches):
         for lane in range(self.lanes):
             num_returned = self._num_returned(lane)
             if num_returned:
+                # Of a lane from which nothing was taken, there is no state: it begins with its first document.
                 self._restored[lane] = (num_returned, state["states"][lane])
 
     def _misfits(self, state: dict[str, Any]) -> Iterator[str]:
@@ -209,6 +212,7 @@ class PackedBatches(GlobalBatches):
             yield f"lanes  saved {state['lanes']}  here {self._requested_lanes}"
         saved_form = state["looks"]
         if saved_form:
+            # The only way to know the form: it depends on `pack`, and on the documents.
             first_sequence = next(iter(self._sequences(0)))
             form = _form_of(first_sequence)
             for key in {**saved_form, **form}:

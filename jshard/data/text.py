@@ -21,8 +21,8 @@ from jshard.data.tokenizer import ByteTokenizer, Tokenizer
 Tokens = np.ndarray | TokenFile
 """Token ids, in memory or on the disk."""
 
-_HELD_OUT_PER_MILLE = 50
-_FEWEST_FILES_TO_SPLIT_BY = 20
+_HELD_OUT_PER_MILLE = 50  # a twentieth
+_FEWEST_FILES_TO_SPLIT_BY = 20  # by the hashes of a few names, none may be held out, or all
 _BYTES = ByteTokenizer()
 
 
@@ -76,6 +76,7 @@ def load_text(
     limit = _smallest(vocab_size, tokenizer.vocab_size if uses_tokenizer else None)
     reader = _Reader(tokenizer, text_key, dtype, limit)
 
+    # Held out whole: with 0 per mille, all tokens are in `train` of these parts.
     held_out_parts = reader.read(held_out_files, per_mille=0)
     per_mille = 0 if held_out_files else _HELD_OUT_PER_MILLE
     parts: list[_TokenPart] = []
@@ -220,6 +221,7 @@ class _Reader:
     def _part_of_texts(self, texts: Mapping[str, bytes], noun: str, per_mille: int) -> _TokenPart:
         """Encodes texts, and holds out whole ones if there are enough of them, else the end of each."""
         by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
+        # For a part without tokens, and of the dtype of the ids: others would widen the result.
         empty = np.empty(0, np.min_scalar_type(self.tokenizer.vocab_size - 1))
         train = [empty]
         held_out = [empty]
@@ -274,6 +276,7 @@ def _sizes(text: _TextData, files: Sequence[Path], weights: Sequence[Fraction]) 
     """Returns the numbers of tokens that must suffice for a sample, by their name in a message."""
     sizes = {}
     if weights:  # each file is sampled from by itself; otherwise one part with a sample is enough
+        # Each file is a part of its own then, see `_groups`.
         for path, ids in zip(files, text.train, strict=True):
             sizes[f"to train on from {path}"] = ids.size
     else:
@@ -290,6 +293,7 @@ def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: 
         sequence_length: that of a sample.
         description: of the data.
     """
+    # A sample has one token more, its last target.
     short = {part: size for part, size in sizes.items() if size <= sequence_length}
     if not short:
         return
@@ -320,6 +324,7 @@ def _fingerprint_of_part(part: _TokenPart, tokenizer: Tokenizer, sequence_length
     held_out = part.held_out
     digest = hashlib.sha256(f"{tokenizer.name} {sequence_length} {train.dtype} {train.size} {held_out.size}".encode())
     for ids in (train, held_out):
+        # A large file by a sample of its ids: reading all of it would take minutes.
         for piece in _pieces(ids):
             digest.update(piece.data)
     return digest.hexdigest()[:16]

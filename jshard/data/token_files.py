@@ -118,7 +118,7 @@ def _check_dtype(ids: TokenFile) -> None:
     head = ids._mapped[:_NUM_HEAD]
     every_second_is_0 = not head[1::2].any() and head[0::2].any()
     if ids.size > _FEWEST_TO_CHECK and every_second_is_0:
-        wide = f"uint{ids.dtype.itemsize * 16}"
+        wide = f"uint{ids.dtype.itemsize * 16}"  # twice 8 bits for each byte
         why = f"read as {ids.dtype}, every second of its first {head.size} ids is 0: it looks like {wide}."
         raise _no_tokens(str(ids.path), why, f"--dtype {wide}")
 

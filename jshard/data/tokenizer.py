@@ -22,8 +22,8 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # An encoding takes some hundred times the bytes of its ids: this many pieces are about half a GB.
 _PIECE_CHARS = 1 << 18
 _PIECES_AT_ONCE = 64
-_INT32_IDS = 2**31
-_TOKENIZER_BYTES = 1 << 30
+_INT32_IDS = 2**31  # ids are below: the samples of text are int32
+_TOKENIZER_BYTES = 1 << 30  # a larger file is no tokenizer
 _GIVE_ITS_OWN = "give the tokenizer.json of the model (not tokenizer_config.json, vocab.json or merges.txt)."
 
 
@@ -82,6 +82,7 @@ class HuggingFaceTokenizer:
         path = expanded(path)
         content, self._tokenizer = _read_tokenizer(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # The default makes an empty vocabulary fail the check below.
         largest = max(vocabulary.values(), default=_INT32_IDS)
         if largest >= _INT32_IDS:
             why = "its vocabulary is empty." if not vocabulary else f"it has the id {largest}; ids are int32."
@@ -97,6 +98,7 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids of each text, encoded on all cores, without special tokens that the file adds around it."""
         dtype = np.min_scalar_type(self.vocab_size - 1)
+        # Each begins with an empty array: an empty text has no pieces, and `concatenate` needs one.
         ids: list[list[np.ndarray]] = [[np.empty(0, dtype)] for _ in texts]  # of the pieces of each text
         pieces = _numbered_pieces(texts)
         while True:
@@ -132,6 +134,7 @@ def _pieces(text_bytes: bytes) -> Iterator[str]:
     text = text_bytes.decode(errors="replace")
     start = 0
     while start < len(text):
+        # A text without line ends stays whole: a cut elsewhere would change more of its tokens.
         newline = text.find("\n", start + _PIECE_CHARS)
         end = len(text) if newline == -1 else newline + 1
         yield text[start:end]
@@ -151,6 +154,7 @@ def transformers_files(path: Path | None) -> dict[str, str]:
         raw, tokenizer = _read_tokenizer(path)
         content = raw.decode()
         end = _end_of_text(tokenizer.get_vocab(with_added_tokens=True))
+    # Without the clean-up: Transformers would drop spaces before punctuation when it decodes.
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if end is not None:
         config["eos_token"] = end

@@ -60,6 +60,7 @@ def position_text(position: DataPosition) -> str:
 def _global_position(position: DataPosition, state: Any) -> dict[str, Any]:
     """Returns the fields of a position that all processes share."""
     if isinstance(state, dict):
+        # Stored once, beside the state: below, as all processes have it.
         state = {key: value for key, value in state.items() if key != "pipeline"}
     text = to_text(state)
     # Many lanes make a long string, and one per process would not fit: they compare its start and its digest.
@@ -102,6 +103,7 @@ def set_position(position: DataPosition, text: str) -> None:
     if "state" in stored:
         position.set_state(stored["state"])
     else:
+        # As many processes as saved: see `_check_position_of_process`.
         position.set_state(stored["processes"][jax.process_index()])
 
 
@@ -145,6 +147,7 @@ def _parsed(text: str) -> Mapping[str, Any] | None:
 
 
 def _check_global_position(position: DataPosition, stored: Mapping[str, Any]) -> None:
+    # jshard's batches have it: they compare more than the fields that every position has.
     check_state = getattr(position, "check_state", None)
     if check_state is not None:
         check_state(stored["state"])

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-_NUM_FILTERED = 16
-_LONGEST_PATH = 1024
+_NUM_FILTERED = 16  # samples that are given to a filter without a name
+_LONGEST_PATH = 1024  # a longer text is none
 
 
 def source_digests(source: Any, length: int) -> list[str] | None:
@@ -18,6 +18,7 @@ def source_digests(source: Any, length: int) -> list[str] | None:
 
     None if they cannot be read, or differ when they are read again: then they say nothing about the source.
     """
+    # A set: of a short source some are the same sample.
     numbers = sorted({0, length // 2, length - 1})
     try:
         digests = [_sample_digest(source[number]) for number in numbers]

@@ -114,6 +114,7 @@ class _PipelineWalk:
             step["of"] = [self.describe(node) for node in nodes]
             return
         # A description of each would make every position, and so every manifest, long.
+        # Without samples of the sources, which would take long to read.
         steps = [_PipelineWalk(most_sources=0).describe(node) for node in nodes]
         step["settings"]["parts"] = text_digest(json.dumps(steps, sort_keys=True))
 

@@ -72,6 +72,7 @@ def _decoded(value: Any) -> Any:
         return [_decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
+    # A tag is the only key: `_encoded_dict` encodes other dicts with such a key as items.
     tag = next(iter(value), None)
     if tag == _TUPLE:
         return tuple(_decoded(item) for item in value[tag])

@@ -27,8 +27,8 @@ _SETTINGS: Mapping[str, Sequence[str]] = {
     "FirstFitPack": _PACKING,
     "BestFitPack": _PACKING,
 }
-_NUM_PROBES = 64
-_UNKNOWN = object()
+_NUM_PROBES = 64  # the first numbers that a rule of selection is asked for
+_UNKNOWN = object()  # not None, which is a value of settings
 
 
 def is_of_grain(value: object) -> bool:
@@ -93,6 +93,7 @@ def _selection_of(selection: Any) -> dict[str, Any]:
     if hasattr(selection, "_proportions"):
         return {"proportions": _reduced(selection._proportions)}
     first_numbers = range(_NUM_PROBES)
+    # A rule may begin alike and differ later.
     far_numbers = (2**power for power in range(7, 40))
     picks = []
     try:

@@ -132,6 +132,7 @@ class _Tensor:
         touched: list[int] = []
         if size:
             touched = np.flatnonzero((starts < stops).all(axis=1)).tolist()
+        # For each box: the numbers of all chunks together may add up with a gap and an overlap, see `_tensor`.
         self._check_cover(starts[touched], stops[touched], size)
         for chunk in touched:
             self._region(chunk)  # before memory is taken: the metadata may state any shape
@@ -147,6 +148,7 @@ class _Tensor:
         return values
 
     def _region(self, chunk: int) -> FileRegion:
+        # Without a lock: several threads may read the same archive, with the same result.
         if chunk in self._regions:
             return self._regions[chunk]
         place = self._places[chunk]
@@ -228,6 +230,7 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
             raise damaged(file, "its storage_data is not a table of locations.")
         location = _location(file, index, info)
         data_file = path / location.relative
+        # Once for each file: thousands of items are in few files, and a look at a network file system takes long.
         if location.relative not in sizes:
             if not os.path.isfile(data_file):
                 raise damaged(file, f"a file that it names is missing: {data_file.name}")
@@ -296,6 +299,7 @@ def _names_file(relative: Any) -> bool:
 
 
 def _are_sizes(numbers: Any) -> bool:
+    # Below 2**62: the sum of two is in 64 bits.
     return isinstance(numbers, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
 
 
@@ -324,6 +328,7 @@ def _dtype(properties: Any) -> np.dtype | None:
     """Returns the dtype in a tensor's properties; None if they have none that is known."""
     if not isinstance(properties, Record):
         return None
+    # `TensorProperties` pickles itself as a tuple, whose first item is the dtype.
     state = properties.state
     if not isinstance(state, tuple) or not state:
         return None

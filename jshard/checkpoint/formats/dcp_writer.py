@@ -29,7 +29,7 @@ from jshard.checkpoint.formats.torch_writer import (
 )
 from jshard.checkpoint.manifest import StoredLeaf
 
-_FILE = "__0_0.distcp"
+_FILE = "__0_0.distcp"  # as PyTorch names the first file of rank 0
 _CHUNK_BYTES = 64 << 20  # PyTorch reads whole chunks
 
 
@@ -49,6 +49,7 @@ def write_dcp(
     values = values or {}
     names = [_dotted(name) for name in (*source.leaves, *values)]
     check_export("PyTorch", [folder / METADATA, folder / _FILE], source, names, TORCH_NAMES)
+    # In this order: the metadata make it a checkpoint, and come last.
     with finished_together("PyTorch", folder, [_FILE, METADATA]) as (data, metadata):
         with open_new(data) as stream:
             items = _write_items(stream, source, values, on_written)
@@ -118,6 +119,7 @@ def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_St
         "Metadata",
         {
             "state_dict_metadata": described,
+            # The path of each item in the nested state: names are flat here.
             "planner_data": {name: (name,) for name in described},
             "storage_data": _storage_data(items),
             "storage_meta": _record("StorageMeta", meta),

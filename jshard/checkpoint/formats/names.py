@@ -104,6 +104,7 @@ class NamedSource:
         first, last = limits[stack_dim]
         shape = [max(stop - start, 0) for start, stop in limits]
         result = np.empty(shape, np.dtype(assembly.leaf.dtype))
+        # A view: what is assigned to an entry is in the result.
         entries = np.moveaxis(result, stack_dim, 0)
         # Of thousands of experts, a process opens only its own.
         for entry, array in enumerate(assembly.arrays[first:last]):
@@ -153,6 +154,7 @@ class ForeignSource:
         self._origins: dict[str, _Origin] = {}
         for path, leaf in source.leaves.items():
             stored = _stored(names[path])
+            # By the leaf, as the stored arrays do not exist yet.
             check_order(path, stored, {path: stored.in_each(leaf.shape)})
             for array in _cuts(path, stored, leaf):
                 shape = _cut_shape(leaf.shape, stored, array)
@@ -168,6 +170,7 @@ class ForeignSource:
         if stored.parts > 1:
             return self._read_parts(origin.path, stored_limits)
         order = stored.order(len(stored_limits))
+        # In the order of the leaf's dims.
         limits = [stored_limits[dim] for dim in order]
         if stored.stack is not None:
             # A box of the leaf has the dim of the stack, with this array's entry alone.
@@ -179,6 +182,7 @@ class ForeignSource:
                 start, stop = limits[stored.dim]
                 limits[stored.dim] = start + origin.start, stop + origin.start
             values = self._source.read(origin.path, _box(limits))
+        # `order` leads from the stored array to the leaf, and this the other way.
         inverse = _in_stored_order(range(len(order)), order)
         return _permuted(values, inverse)
 
@@ -325,6 +329,7 @@ def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> tuple[_ArrayRange, ...
         sizes = (1,) * count
     elif count > 1 and stored.sizes:
         sizes = stored.sizes
+    # A leaf of no dims is one array of size 0 here, of which nothing is cut.
     if len(sizes) != count or sum(sizes) != size or (leaf.shape and not is_dim):
         raise CheckpointError(
             f"{path} cannot be cut into {count} arrays.",

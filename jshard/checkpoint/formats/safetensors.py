@@ -58,7 +58,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 _MAX_HEADER_BYTES = 100_000_000  # as in the package
-_PARTS_KEY = "DCP_SHARDING_INFO"
+_PARTS_KEY = "DCP_SHARDING_INFO"  # in the metadata of files by PyTorch's HuggingFaceStorageWriter
 
 
 def is_safetensors(path: Path) -> bool:
@@ -91,6 +91,7 @@ class SafetensorsSource:
             _check_numbers(self.path, {region.path.name for region in self._regions.values()})
         else:
             index = read_index(index_file)
+            # A user who names the index has chosen: the files beside it need no remark.
             if index_file != self.path:
                 self.notes = _notes_on_unindexed_files(index_file, index)
             files = sorted(set(index.values()))  # each once, though it holds many arrays
@@ -142,6 +143,7 @@ def _several_checkpoints(paths: Iterable[Path], why: str) -> CheckpointError:
     )
 
 
+# Such as model-00001-of-00003.safetensors. At most nine digits: Python refuses to read numbers of thousands.
 _NUMBERED = re.compile(r"(?P<stem>.*)-0*(?P<number>\d{1,9})-of-0*(?P<count>\d{1,9})" + re.escape(SUFFIX))
 
 
@@ -284,6 +286,7 @@ class _Header:
         with io.BufferedReader(open_regular(path)) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
+            # The length may be anything in a damaged file: it is compared before memory is taken for the header.
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise damaged(path, f"its header would have {length} bytes; the file has {size}.")
             text = file.read(length)
@@ -330,6 +333,7 @@ def _regions(path: Path, header: _Header) -> dict[str, FileRegion]:
         spans.append(span)
         strides = row_major(shape, dtype.itemsize)
         regions[name] = FileRegion(path, header.data_begin + span.start, tuple(shape), dtype, strides)
+    # Sorted by start and end: an array without elements comes before the one that begins there.
     _check_cover(path, sorted(spans), data_bytes)
     return regions
 

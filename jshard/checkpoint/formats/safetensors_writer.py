@@ -33,6 +33,7 @@ def write_safetensors(
     replaced. `beside` has the texts of further files, by name.
     """
     folder = expanded(folder).absolute()
+    # Also of other names: older shards beside new ones would make another checkpoint of both.
     existing_files = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
     existing_files += [folder / name for name in beside if (folder / name).exists()]
     check_export("safetensors", sorted(existing_files), source, list(source.leaves), _DTYPE_NAMES)
@@ -105,6 +106,7 @@ def _write_file(stream: BinaryIO, source: ArraySource, names: list[str], on_writ
     for name in names:
         leaf = source.leaves[name]
         array = source.read(name, whole(leaf))
+        # The header is written: an array of another size would shift all that follow it.
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             raise ValueError(f"{name} was declared as {leaf.shape} {leaf.dtype} but is {array.shape} {array.dtype}")
         stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

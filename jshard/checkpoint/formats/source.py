@@ -135,6 +135,7 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
             mapped = np.memmap(file, np.uint8, mode="r", offset=part.offset, shape=(part.span_bytes,))
     except (OSError, ValueError) as error:  # numpy's errors for a file that has become too short
         raise damaged(part.path, str(error)) from error
+    # The mapping begins at the first element of the box, and has the strides of the whole array.
     np.copyto(out, np.ndarray(part.shape, part.dtype, buffer=mapped, strides=part.strides))
     return out
 
@@ -195,7 +196,7 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
 
     The order counts: a file that describes the others, such as an index, comes after them.
 
-    Raises `RunError` if that fails; no file is then left.
+    Raises `RunError` if that fails; no file is then left, except those that were renamed before a renaming failed.
     """
     token = secrets.token_hex(4)  # nothing that is in the folder already has these names
     drafts = [folder / f".{name}.{token}.unfinished" for name in names]
@@ -203,6 +204,7 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
         folder.mkdir(parents=True, exist_ok=True)
         yield drafts
         for draft in drafts:
+            # Contents before names: a power cut must not leave a file that has its name, and not its bytes.
             flush(draft)
         for draft, name in zip(drafts, names, strict=True):
             draft.rename(folder / name)
@@ -214,4 +216,5 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
         ) from error
     finally:
         for draft in drafts:
+            # Drafts that got their names are gone; after an error, the others are removed.
             draft.unlink(missing_ok=True)

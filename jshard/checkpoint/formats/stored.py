@@ -88,6 +88,7 @@ class Stored:
         if self.dims:
             return self.dims
         order = tuple(range(ndim))
+        # Of two dims at most, see `check_order`.
         return order[::-1] if self.transpose else order
 
     def in_each(self, items: Sequence[_Item]) -> tuple[_Item, ...]:

@@ -30,7 +30,7 @@ from jshard.checkpoint.formats.torch_pickle import (
 )
 from jshard.errors import FourPartError
 
-_LOCAL_HEADER_BYTES = 30
+_LOCAL_HEADER_BYTES = 30  # of a member of a zip, before its name and its extra field
 STORAGES = {
     "BoolStorage": "bool",
     "CharStorage": "int8",
@@ -69,6 +69,7 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, _: Any, hooks:
 
 def _subclass(rebuild: Any, _: Any, args: Any, __: Any) -> Any:
     """`torch._tensor._rebuild_from_type_v2`: a tensor with attributes, or of a subclass."""
+    # A pickle may pass anything here: only what the table contains is called.
     if not isinstance(rebuild, Sealed):
         raise NotAllowedError("torch._tensor", "_rebuild_from_type_v2")
     return rebuild(*args)
@@ -164,6 +165,7 @@ class Archive(NamedTuple):
         # By name without the folder around them, whose name varies.
         members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         self._check_members(members)
+        # Without this file, as in archives of earlier versions of PyTorch, they are taken as little-endian.
         order = members.get("byteorder")
         if order is not None and (order.file_size > 64 or archive.read(order).strip() != b"little"):
             raise damaged(self.path, f"the archive at byte {self.offset} is not little-endian.")
@@ -176,6 +178,7 @@ class Archive(NamedTuple):
             if not is_known or numel * DTYPES[dtype].itemsize > member.file_size:
                 raise ValueError(f"its storage {key} has {member.file_size} bytes but should hold {numel} {dtype}")
             offset = self.offset + _data_offset(window, member)
+            # The file may have other archives after this one.
             if offset + member.file_size > self.offset + self.length:
                 raise ValueError(f"its storage {key} reaches past its end")
             return _Storage(self.path, offset, member.file_size, dtype)
@@ -197,6 +200,7 @@ class Archive(NamedTuple):
 
 
 def _is_plain(member: zipfile.ZipInfo) -> bool:
+    # Only the bytes of a plain member are those of its tensor: any box of it can be read by itself.
     is_encrypted = member.flag_bits & 1
     return member.compress_type == zipfile.ZIP_STORED and not is_encrypted
 

@@ -69,6 +69,7 @@ class TorchSource:
             file = self.path / (INDEX if has_index else NAME)
         if file.name == INDEX:
             index = read_index(file)
+            # Each file once, though it holds many arrays.
             for name in sorted(set(index.values())):
                 self._add(file.parent / name)
             check_index(file, index, self._regions)
@@ -85,6 +86,7 @@ class TorchSource:
     def _add(self, file: Path) -> None:
         """Adds the tensors and values of a file."""
         _check_is_archive(file)
+        # No further names are allowed than those of tensors and plain values.
         content = Archive(file, 0, file.stat().st_size).regions({})
         if not isinstance(content, dict):
             raise CheckpointError(
@@ -114,9 +116,9 @@ def _check_is_archive(file: Path) -> None:
     )
 
 
-_MAX_LEVELS = 100
-_MAX_ITEMS = 100_000
-_MAX_COPIES = 16
+_MAX_LEVELS = 100  # of nested dicts and lists
+_MAX_ITEMS = 100_000  # that any file may stand for
+_MAX_COPIES = 16  # of an item, on average, that a larger file may stand for
 
 
 def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -342,6 +342,7 @@ class _PickleReader(_Unpickler):
 
     def _load_bytearray8(self) -> None:
         size = int.from_bytes(self.read(8), "little")
+        # The length is as stated, and may be of exabytes: `read` returns at most what there is.
         self.append(bytearray(self.read(min(size, MOST_PICKLE_BYTES))))
 
     dispatch |= {

@@ -33,6 +33,7 @@ def write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) 
             info = zipfile.ZipInfo(f"archive/{name}")
             header_bytes = _ZIP_HEADER_BYTES + len(info.filename) + _EXTRA_HEADER_BYTES
             padding = -(buffer.tell() + header_bytes) % _ALIGNMENT
+            # The field with which PyTorch pads, too.
             info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
             archive.writestr(info, content)
             info.extra = b""  # the central directory does not include the padding
@@ -41,6 +42,7 @@ def write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) 
 
 def _members(value: Any, arrays: tuple[np.ndarray, ...]) -> dict[str, Any]:
     """Returns the files of an archive by name, in PyTorch's order."""
+    # The protocol of the pickle is that of `torch.save`.
     members: dict[str, Any] = {
         "data.pkl": pickled(value, protocol=2),
         ".format_version": b"1",

@@ -38,7 +38,7 @@ _FILE = re.compile(
     r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<tensor_rank>\d+)_(?P<kind>optim|model)_states\.pt"
 )
 _LATEST = "latest"  # names the folder of the newest step
-_LATEST_BYTES = 4096
+_LATEST_BYTES = 4096  # a larger file is another program's
 _STAGE = 3
 _ALLOWED = {
     **records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
@@ -107,6 +107,7 @@ class ZeroSource:
         self._tensors: dict[str, _ReadableTensor] = dict(_frozen(files.model, states))
         self._tensors.update(_trained(files.optim, weights, shapes))
         self._tensors.update(_buffers(files.model[0], states[0]))
+        # Tied weights are stored under one of their names.
         for alias, name in _shared_names(states[0].get("shared_params")):
             if name in self._tensors:
                 self._tensors[alias] = self._tensors[name]
@@ -130,6 +131,7 @@ class _FlatTensor:
         limits = bounds(box, self.leaf.shape)
         shape = tuple(max(stop - start, 0) for start, stop in limits)
         if not shape or 0 in shape:
+            # A tensor of no dims has one number, and no rows; an empty box has none.
             return self._numbers(0, math.prod(shape)).reshape(shape)
         # The rows of the box follow each other in the files. They are read whole, which is one range of each file.
         row_shape = self.leaf.shape[1:]
@@ -174,6 +176,7 @@ class _RankFiles:
     def in_folder(cls, path: Path) -> _RankFiles:
         """Returns the files in a step folder, or in the newest of a run; raises an error if some are missing."""
         folder = zero_folder(path) or path
+        # By the number in the name, as rank 10 comes before rank 2 in the order of names.
         optim: dict[int, Path] = {}
         model: dict[int, Path] = {}
         for file in sorted(folder.iterdir()):
@@ -197,6 +200,7 @@ class _RankFiles:
 
 def _loaded(file: Path) -> Mapping[str, Any]:
     """Returns the content of a file, with locations for tensors."""
+    # Of tens of GB of optimizer state only the pickle is read: tensors are locations.
     content = Archive(file, 0, file.stat().st_size).regions(_ALLOWED)
     if not isinstance(content, dict):
         raise damaged(file, "it has no DeepSpeed state.")
@@ -214,6 +218,7 @@ def _flat_weights(file: Path) -> list[FileRegion]:
     groups = state.get("fp32_flat_groups")
     if not isinstance(groups, list) or not groups or not all(_is_flat(group) for group in groups):
         raise damaged(file, "it has no flat float32 weights.")
+    # A `_FlatTensor` has one dtype, that of its first part.
     if len({group.dtype for group in groups}) > 1:
         raise damaged(file, "its flat weights have several dtypes.")
     return groups
@@ -232,11 +237,13 @@ def _trained_shapes(file: Path, state: Mapping[str, Any]) -> dict[str, tuple[int
     """Returns the shapes of the trained parameters, in stored order."""
     groups = state.get("param_shapes")
     if isinstance(groups, dict):
+        # A single group may be stored without a list around it.
         groups = [groups]
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise damaged(file, "it does not list the shapes of the parameters.")
     shapes: dict[str, tuple[int, ...]] = {}
     for group in groups:
+        # The order counts: pieces follow each other in it in the flat weights.
         shapes.update(_checked_shapes(file, group))
     return shapes
 

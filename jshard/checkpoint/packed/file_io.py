@@ -23,7 +23,7 @@ import numpy as np
 
 from jshard._files import open_number
 
-LOCAL = {
+LOCAL = {  # `f_type` of statfs(2)
     0xEF53: "ext",
     0x58465342: "xfs",
     0x9123683E: "btrfs",
@@ -34,7 +34,7 @@ LOCAL = {
 }
 """File-system types that are on a local disk or in local memory."""
 
-_MOST_BUFFERS = 1024  # in one system call
+_MOST_BUFFERS = 1024  # in one system call: IOV_MAX of Linux
 
 
 Parts = Iterable[Callable[[], list[memoryview]]]
@@ -44,7 +44,7 @@ Parts = Iterable[Callable[[], list[memoryview]]]
 class Sink(Protocol):
     """A place for the files of a checkpoint."""
 
-    part_bytes: int  # size of the parts in which files are written; a multiple of 256 KiB
+    part_bytes: int  # size of the parts in which files are written; a multiple of 256 KiB, the block of a checksum
 
     def write(self, name: str, num_bytes: int, parts: Parts) -> None:
         """Writes a file, which is on disk on return; each part has `part_bytes`, and the last one the rest."""
@@ -55,7 +55,7 @@ class FileSource(Protocol):
     """The files of a complete checkpoint."""
 
     gap_bytes: int  # ranges with a smaller gap between them are merged into one read
-    read_bytes: int  # the largest single read; a multiple of 256 KiB
+    read_bytes: int  # the largest single read; a multiple of 256 KiB, the block of a checksum
     threads: int  # number of concurrent reads that is useful
 
     def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
@@ -81,6 +81,7 @@ class LocalFolder:
 
     def write(self, name: str, num_bytes: int, parts: Parts) -> None:
         """See `Sink.write`; the space is allocated first, so that a full disk shows before anything is written."""
+        # O_EXCL: no file is ever replaced, and no link is followed.
         file = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             _allocate(file, num_bytes)
@@ -105,6 +106,7 @@ class LocalFolder:
         size = os.fstat(file).st_size
         if not size:  # an empty file cannot be mapped
             return None
+        # The array keeps the mapping, and this a descriptor of its own: both may outlive the folder object.
         return np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8)
 
     def __del__(self) -> None:
@@ -113,6 +115,7 @@ class LocalFolder:
 
     def _file(self, name: str) -> int:
         with self._lock:
+            # Under the lock: of two threads that open a file, one would lose its descriptor.
             if name not in self._open_files:
                 self._open_files[name] = open_number(self.path / name)
             return self._open_files[name]
@@ -146,11 +149,13 @@ def _allocate(file: int, num_bytes: int) -> None:
     """Allocates disk space where the file system supports it; the C library would instead write every block."""
     if not num_bytes:
         return
+    # `off_t` is a long. ctypes passes an int of Python as an int of C, which would cut it off.
     failed = ctypes.CDLL(None, use_errno=True).fallocate(file, 0, ctypes.c_long(0), ctypes.c_long(num_bytes))
     if failed:
         code = ctypes.get_errno()
         if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise OSError(code, os.strerror(code))
+        # Not supported there: the file has its size, and no space.
         os.truncate(file, num_bytes)
 
 

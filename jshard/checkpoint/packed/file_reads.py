@@ -70,6 +70,7 @@ class Range:
                 return
         if self._then is not None and self._view is not None:
             self._then(self._view)
+        # The last reference here: a buffer from the pool returns to it.
         self._view = None
 
 
@@ -97,7 +98,7 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
-        """How many."""
+        """The number of bytes."""
         return self.stop - self.start
 
     def __call__(self, content: Iterable[memoryview] | None = None) -> None:
@@ -193,6 +194,7 @@ def reads(
 def _reads_of_run(make_read: Callable[..., Read], run: Sequence[Range], unit: int, end: int) -> list[Read]:
     """Cuts nearby ranges into reads of some MiB, at multiples of a unit, the blocks if they are checked."""
     first_byte = run[0].offset // unit * unit
+    # The last block before the index may be shorter than a block.
     last_end = min(up(run[-1].end, unit), end)
     cuts = [*range(first_byte, run[-1].end, READ_BYTES), last_end]
     # All reads are counted before the first one runs: a range must not seem complete with its first read.

@@ -16,7 +16,7 @@ import numpy as np
 
 from jshard.checkpoint.packed.layout import spaced, up
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # jax copies arrays on a CPU that begin elsewhere
 _PAGE_BYTES = 4096
 _LEAST_BYTES = 64 << 10  # smaller ones are not worth keeping
 _KEPT_BYTES = 256 << 20
@@ -49,11 +49,13 @@ class HostMemory:
             memory = _aligned_memory(size)
         # Every view of this array refers to it, and not to its base, because the base is not an array.
         buffer = np.frombuffer(memory, np.uint8, num_bytes)
+        # Not at exit: the memory goes with the process.
         weakref.finalize(buffer, self._put_back, memory).atexit = False
         return buffer
 
     def _pop(self, size: int) -> memoryview | None:
         """Returns a pooled buffer of this size; if there is none, frees others to make room for a new one."""
+        # A buffer is used again for exactly its size: the layers of a model share their sizes.
         buffers = self._buffers.get(size)
         if not buffers:
             self._free(size)
@@ -111,5 +113,6 @@ class Slab:
         num_bytes = (count - 1) * self.stride + box_bytes
         self.bytes = np.empty(num_bytes, np.uint8) if memory is None else memory.take(num_bytes)
         strides = [dtype.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        # With strides: between boxes whose size is not aligned there is a gap, as in a file.
         boxes = np.ndarray((count, *shape), dtype, self.bytes.data, strides=(self.stride, *strides))
         self.boxes = [boxes[number, ...] for number in range(count)]

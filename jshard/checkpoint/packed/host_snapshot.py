@@ -33,6 +33,7 @@ class HostSnapshot:
     ) -> None:
         arrays: list[Any] = []
         to_write: list[LeafToWrite] = []
+        # Numbers count all leaves, also those without a piece: a reader counts the leaves of the manifest.
         for number, (path, leaf) in enumerate(leaves.items()):
             if stored[path].nbytes:
                 array = _as_numbers(leaf)
@@ -42,6 +43,7 @@ class HostSnapshot:
         self.files = plan.files
         self._sources = plan.sources
 
+        # Of other shards nothing is written here: no time and memory for their copies.
         needed = {(source.leaf, source.shard_box) for file_sources in plan.sources for source in file_sources}
         shards: dict[tuple[int, Limits], Any] = {}
         for leaf_to_write, array in zip(to_write, arrays, strict=True):
@@ -60,6 +62,7 @@ class HostSnapshot:
         values = self._values[source.leaf, source.shard_box]
         if source.part is not None:
             values = values[source.part]
+        # A piece is written as its bytes in row-major order; a part of a shard may have gaps.
         return np.ascontiguousarray(values)
 
 

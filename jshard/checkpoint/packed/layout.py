@@ -39,8 +39,9 @@ _HEADER_BYTES = 50_000_000
 Limits = tuple[tuple[int, int], ...]
 """A box: its start and stop along each dim."""
 
+# At the end of each file: another safetensors file does not have it.
 _MAGIC = b"jshard\0\1"
-_TAIL = struct.Struct("<8s6Q8x")
+_TAIL = struct.Struct("<8s6Q8x")  # the fields of `_Tail`, and 8 unused bytes
 TAIL_BYTES = _TAIL.size
 _CACHE_LINE_BYTES = 64
 _PAGE_BYTES = 4096
@@ -191,6 +192,7 @@ def lay_out_files(pieces: Iterable[Piece], *, most_bytes: int = FILE_BYTES) -> l
     header_bytes = 0
     for piece in pieces:
         is_full = file_bytes + piece.nbytes > most_bytes or header_bytes > _HEADER_BYTES
+        # Each file has a piece, even if that alone is larger than the limit.
         if is_full and file_bytes:
             files.append([])
             file_bytes = 0
@@ -212,6 +214,7 @@ class _HeaderEntry(NamedTuple):
 
 
 def _lay_out_file(pieces: Sequence[Piece]) -> FileLayout:
+    # Of an array without elements, the shape in the manifest is all there is.
     pieces = [piece for piece in pieces if piece.nbytes]
     pieces.sort(key=lambda piece: piece.nbytes < _LARGE_BYTES)  # large ones first, otherwise in the order given
     entries, starts, data_bytes = _data_entries(pieces)
@@ -252,6 +255,7 @@ def _data_entries(pieces: Sequence[Piece]) -> tuple[dict[str, _HeaderEntry], lis
         dtype, shape = _safetensors_type(piece)
         entries[entry_name(piece.path, piece.box)] = _HeaderEntry(dtype, shape, start, end)
         starts.append(start)
+    # The index follows, whose widest columns are of 8 bytes.
     data_bytes = up(end, 8)
     if data_bytes > end:
         entries[f"{_PADDING_NAME}.{len(starts)}"] = _HeaderEntry("U8", (data_bytes - end,), end, data_bytes)
@@ -316,6 +320,7 @@ def parse_tail(tail: bytes, num_bytes: int) -> int:
     if len(tail) != TAIL_BYTES:
         raise ValueError("it has no index")
     fields = _Tail(*_TAIL.unpack(tail))
+    # The index is not read yet, so its checksum cannot show that the tail is damaged: the fields must fit the size.
     size = sum(fields.column_sizes) + TAIL_BYTES
     is_ours = fields.magic == _MAGIC and fields.block_bytes == BLOCK_BYTES
     is_of_this_size = fields.index_begin + size == num_bytes and fields.num_sums == num_blocks(fields.index_begin)

@@ -55,7 +55,7 @@ class PackedFile:
         return self.source.mapped(self.name)
 
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[int, int]]:
-        """Reads the whole file except its index; returns the ranges of changed blocks."""
+        """Reads the whole file except its index; yields the ranges of changed blocks."""
         buffer = memoryview(bytearray(READ_BYTES))
         num_bytes = self.index.index_begin
         for start in range(0, num_bytes, READ_BYTES):
@@ -86,6 +86,7 @@ def check_pieces(index: FileIndex, shapes: Sequence[tuple[int, ...]], itemsizes:
     if is_outside_leaf.any():
         raise ValueError("its index has a piece that is not inside of its leaf")
 
+    # Without overflow: a box is inside of its leaf, whose size the manifest limits (`manifest.is_shape`).
     counts = np.ones(len(leaves), np.int64)
     piece_of_limit = np.repeat(np.arange(len(leaves)), ndims)
     np.multiply.at(counts, piece_of_limit, index.stops - index.starts)
@@ -211,7 +212,7 @@ class Pieces:
         return LeafPieces(files, offsets, columns.starts[positions], columns.stops[positions])
 
     def num_missing(self, leaf: int, shape: Sequence[int]) -> int:
-        """The number of elements of a leaf that no piece contains."""
+        """Returns the number of elements of a leaf that no piece contains."""
         pieces = self.of(leaf)
         if not len(pieces.starts):
             return math.prod(shape)
@@ -219,7 +220,7 @@ class Pieces:
         return math.prod(shape) - int(counts.sum())
 
     def touched(self, leaf: int, boxes: Collection[Limits], shape: tuple[int, ...], itemsize: int) -> int:
-        """The number of elements read for some boxes of a leaf."""
+        """Returns the number of elements read for some boxes of a leaf."""
         parts = _parts(tuple(boxes), self.of(leaf).cut, shape, itemsize)
         return sum(part.count for part in parts)
 
@@ -237,13 +238,15 @@ class Pieces:
         dtype = np.uint32
         if self._num_leaves <= 1 << 16:
             dtype = np.uint16  # it sorts in a sixth of the time
+        # Unsafe only by its types: `check_pieces` has refused larger numbers.
         leaves = np.concatenate([file.index.leaves for file in self.files], dtype=dtype, casting="unsafe")
+        # Stable: the pieces of a leaf stay in the order of the files.
         order = np.argsort(leaves, kind="stable")
         begins = np.searchsorted(leaves[order], np.arange(self._num_leaves + 1))
         return _LeafOrder(order, begins)
 
     def reads(self, wants: Iterable[Want], *, verify: bool) -> Iterator[Read]:
-        """The reads that fill some arrays; each can run in any thread.
+        """Yields the reads that fill some arrays; each can run in any thread.
 
         Elements that no piece contains are not written.
         """
@@ -268,7 +271,7 @@ class Pieces:
     def mapped(
         self, leaf: int, boxes: tuple[Limits, ...], shape: tuple[int, ...], dtype: np.dtype
     ) -> MappedBoxes | None:
-        """Mapped boxes of a leaf; None if they do not match pieces, or the files cannot be mapped."""
+        """Returns mapped boxes of a leaf; None if they do not match pieces, or the files cannot be mapped."""
         pieces = self.of(leaf)
         parts = _parts(boxes, pieces.cut, shape, dtype.itemsize)
         if not parts or not all(part.is_whole for part in parts):
@@ -299,6 +302,7 @@ class Pieces:
 
 def _is_one_range(slab: Slab, pieces: LeafPieces, parts: Sequence[_PiecePart]) -> bool:
     """Returns whether one range of a file fills a slab: the parts have the same spacing there as the boxes."""
+    # A single part is one range in any case.
     if len(parts) < 2 or not all(part.is_whole for part in parts):
         return False
     rows = [part.piece for part in parts]
@@ -365,7 +369,7 @@ def _scatter(part: _PiecePart, boxes: Sequence[np.ndarray], view: memoryview) ->
 
 @functools.lru_cache(maxsize=256)
 def _parts(boxes: tuple[Limits, ...], cut: _Cut, shape: tuple[int, ...], itemsize: int) -> tuple[_PiecePart, ...]:
-    """The parts of a leaf's pieces read for some boxes; equal for all leaves that are cut alike."""
+    """Returns the parts of a leaf's pieces that are read for some boxes; equal for all leaves that are cut alike."""
     pieces = cut.boxes()
     parts: list[_PiecePart] = []
     for piece, overlaps in _overlaps_by_piece(boxes, cut, pieces, shape).items():
@@ -383,6 +387,7 @@ def _overlaps_by_piece(
     stops = cut.stops
     overlaps: dict[int, list[_Overlap]] = {}
     for number, box in enumerate(boxes):
+        # What is beyond the leaf is padding, which no piece has.
         num_missing = _size_inside(box, shape)
         for piece in _near(box, starts, stops):
             common = _common(pieces[piece], box)
@@ -424,7 +429,7 @@ def _are_whole(parts: Sequence[_PiecePart], pieces: Sequence[Limits], boxes: Seq
 def _of_piece(
     piece: int, box: Limits, boxes: Sequence[Limits], overlaps: Sequence[_Overlap], itemsize: int
 ) -> list[_PiecePart]:
-    """The parts read of one piece; direct if each box's part is contiguous in both the piece and the box."""
+    """Returns the parts read of one piece; direct if each box's part is contiguous in both the piece and the box."""
     parts = _direct_parts(piece, box, boxes, overlaps)
     # A range of a file has one destination, so elements that several boxes need are read once and copied.
     is_shared = any(part.start + part.count > following.start for part, following in itertools.pairwise(parts))
@@ -473,10 +478,10 @@ def _hull(boxes: Sequence[Limits]) -> Limits:
 
 
 def _tiles(box: Limits, hull: Limits, itemsize: int) -> Iterator[Limits]:
-    """Contiguous parts of a piece that contain a box of it, of some MiB each unless a row of the last dim is larger.
+    """Yields contiguous parts of a piece that contain a box of it.
 
-    Only the first dim that is not of size 1 can be read in part without a gap; the dims after it are read whole. If
-    that is too much at once, each of its rows is cut in turn.
+    A part has some MiB, unless a row of the last dim is larger. Only the first dim that is not of size 1 can be read in
+    part without a gap; the dims after it are read whole. If that is too much at once, each of its rows is cut in turn.
     """
     if not box:
         yield box
@@ -508,7 +513,7 @@ def _row_bytes(box: Limits, dim: int, itemsize: int) -> int:
 
 
 def _offset_in(box: Limits, part: Limits) -> int | None:
-    """The element offset of a part of a box, if the part is contiguous there."""
+    """Returns the element offset of a part of a box; None if the part is not contiguous there."""
     offset = 0
     stride = 1
     is_cut = False

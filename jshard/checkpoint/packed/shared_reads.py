@@ -62,6 +62,7 @@ class SharedReads:
         self.count = len(members)
         # All processes meet as often as the group with the most batches; None before that number is known.
         self._meetings_left: int | None = None
+        # One device of each process exchanges the bytes for all of them: they go to the host in any case.
         self._mesh = Mesh(np.array([first_devices()[process] for process in members]), "member")
 
     def start(self, num_batches: int, requested: str) -> None:
@@ -107,6 +108,7 @@ class SharedReads:
         for read in reads:
             read.result()
         self._meet(is_good=True)
+        # A mesh of the caller may be active, under which jax would refuse this program.
         with jax.set_mesh(self._mesh):
             sharding = NamedSharding(self._mesh, PartitionSpec("member"))
             shares = jax.make_array_from_callback((share.size * self.count,), sharding, lambda _: share)
@@ -119,6 +121,7 @@ class SharedReads:
     def _share_bytes(self, work: Sequence[Read]) -> int:
         """Returns the size of a member's share of a batch; the last member's may hold less."""
         batch_bytes = sum(read.num_bytes for read in work)
+        # At least 1: a batch of arrays without elements has an exchange like any other.
         return max(1, -(-batch_bytes // self.count))
 
     def close(self) -> None:
@@ -145,4 +148,5 @@ class SharedReads:
 
 @functools.lru_cache(maxsize=8)
 def _all_gather(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    # The identity: a replicated result makes it an all-gather.
     return jax.jit(lambda shares: shares, out_shardings=NamedSharding(mesh, PartitionSpec()))

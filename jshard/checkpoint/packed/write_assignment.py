@@ -161,6 +161,7 @@ class _Assignment:
         """Cuts a shard that several processes hold, and lets the least loaded of them write each part."""
         most_parts = _num_bytes(leaf, shard) // _LEAST_PART_BYTES
         for part in _cut(shard.box, min(len(shard.holders), most_parts)):
+            # Of equal loads the first holder, in the order of `holders`: so on every process.
             writer = min(shard.holders, key=lambda holder: self._load_bytes[holder])
             self.assign(leaf, shard, part, writer=writer)
 
@@ -174,6 +175,7 @@ class _Assignment:
 
     def plan(self, most_bytes: int) -> WritePlan:
         """Lays out the pieces in files."""
+        # By leaf and box, as they are read: neighbours come in one read.
         in_order = sorted(self._pieces, key=lambda piece: (piece.leaf, piece.box))
         files = lay_out_files(in_order, most_bytes=most_bytes)
         sources = []

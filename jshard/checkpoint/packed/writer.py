@@ -82,6 +82,7 @@ class _FileContent:
                 # Not yet checksummed: the thread that writes it does that, and has it in its core's cache then.
                 yield functools.partial(self._with_sums, number, views)
             else:
+                # The index follows in the same part, and needs these checksums first.
                 begin_of_last = self._with_sums(number, views)
         num_parts = -(-self._layout.index_begin // self._part_bytes)
         for _ in range(num_parts):
@@ -95,6 +96,7 @@ class _FileContent:
         first_block = number * (self._part_bytes // BLOCK_BYTES)
         for block, block_views in enumerate(cut_views(views, BLOCK_BYTES), first_block):
             self._sums[block] = block_sum(block_views)
+        # Before the part is written: `parts` waits for this, and must not wait for a write that failed.
         self._num_summed.release()
         return views
 
@@ -106,6 +108,7 @@ class _FileContent:
         for number, offset in enumerate(layout.offsets):
             if offset > end:
                 yield _ZEROS[: offset - end]
+            # As bytes: some dtypes, such as bfloat16, have no buffers.
             view = self._values(number).reshape(-1).view(np.uint8).data
             yield view
             end = offset + view.nbytes

@@ -67,6 +67,7 @@ class Keep:
             metrics: of the steps, by step.
             written: the one just written, which stays even if there are later steps, as after going back.
         """
+        # `written` takes one of the `last` places, even if later steps exist.
         older = sorted(step for step in steps if step != written)
         kept_steps = {written, *older[max(0, len(steps) - self.last) :]}
         if self.every is not None:
@@ -74,8 +75,9 @@ class Keep:
         ranks = {}
         for step in steps:
             rank = self._rank(metrics.get(step, {}))
-            if math.isfinite(rank):
+            if math.isfinite(rank):  # a diverged run is never the best
                 ranks[step] = rank
+        # Of equal ranks the later step is kept.
         best_first = sorted(ranks, key=lambda step: (ranks[step], step), reverse=True)
         return kept_steps | set(best_first[: self.best])
 
@@ -159,6 +161,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            # After an error it still waits for a pending save, but not a second time for one that did not end.
             if kind is None or self._pending not in (None, self._given_up):
                 self.wait()
         except RunError as error:
@@ -196,6 +199,7 @@ class Checkpointer:
         A network file system may show the others an older state of the folder; they wait up to a minute to see
         that step.
         """
+        # Only the first process deletes and renames, so only its view cannot be out of date.
         latest_here = self.latest() if is_primary() else None
         latest = exchange(f"latest {self.folder.name}", latest_here, timeout_s=self.timeout_s)[0]
         is_shown(lambda: latest in (None, *self.steps()))
@@ -205,6 +209,7 @@ class Checkpointer:
         """Returns whether a save is due by the interval, and the step has no good checkpoint yet."""
         if self.every is None or step % self.every != 0:
             return False
+        # A run that went back comes to the steps of its old checkpoints again, which stay unless they are damaged.
         return step not in self.steps() or step in self._damaged_steps or self._store.damage(step) is not None
 
     def save(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> Place:
@@ -324,7 +329,9 @@ class Checkpointer:
             RunError: it is damaged. The message lists the others.
         """
         self.wait()
+        # Ascending: `pop` takes the newest.
         candidates = [old for old in self.steps() if step is None or old <= step]
+        # A requested step that exists is the newest of those that are not newer.
         if not candidates or step not in (None, candidates[-1]):
             raise no_such_step(self.folder, step)
         while True:
@@ -381,6 +388,7 @@ class Checkpointer:
         except RunError as error:
             self._failed(step, error)
             raise not_written(path, self.steps(), error) from error
+        # `begin` has set the damaged checkpoint aside.
         self._damaged_steps.discard(step)
         self._saving = saving
         self._pending = Pending(str(path), lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
@@ -392,6 +400,7 @@ class Checkpointer:
         self._next_look_s = time.monotonic() + LOOK_S
         # Most failures reach all processes in an exchange, but Orbax's wait for another process cannot be ended.
         error = self._saving.failure()
+        # A failure that all processes learn of in an exchange ends the save within this time, and says more.
         if error is None or pending.ends_within(_EXCHANGE_S):
             return
         pending.give_up()
@@ -413,6 +422,7 @@ class Checkpointer:
     def _delete_old(self, *, written: int) -> None:
         """Deletes the checkpoints written by the series that no rule keeps."""
         begun = self._store.begun()
+        # Checkpoints that were copied in by hand are not in the ledger, and never candidates.
         steps = {written, *(step for step in self.steps() if step in begun)}
         metrics: dict[int, Mapping[str, float]] = {}
         if self.keep.best:  # which means to read all manifests
@@ -442,6 +452,7 @@ def _checked(step: Any) -> int:
         number = operator.index(step)
     except TypeError:
         number = -1
+    # `operator.index(True)` is 1.
     if number < 0 or isinstance(step, bool):
         raise CheckpointError(
             "A checkpoint cannot have this step.",

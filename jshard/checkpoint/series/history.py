@@ -31,10 +31,12 @@ def append(folder: Path, record: Mapping[str, Any]) -> None:
             f"the history has no line for step {record.get('step')}: {error}", CheckpointWarning, stacklevel=2
         )
         return
+    # A full disk: the line is lost, and the save is not.
     except OSError:
         return
     with contextlib.suppress(OSError), os.fdopen(descriptor, "a+b") as file:
         if file.tell():
+            # Only reading moves: with O_APPEND each write goes to the end.
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":  # a crash truncated the last line
                 line = f"\n{line}"

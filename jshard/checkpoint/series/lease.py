@@ -30,7 +30,7 @@ from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.errors import RunError
 
 OWNER = "owner.json"
-RENEWED_S = 15.0
+RENEWED_S = 15.0  # a quarter of `LEASE_S`: some renewals may be late, or fail
 LEASE_S = 60.0
 
 
@@ -63,6 +63,7 @@ class SeriesLease:
         if found_text != text:  # another run took it in between
             self.take()
             return
+        # The tag comes from this read: `create` returns none.
         self._tag = tag
         threading.Thread(target=self._renew_until_ended, name=f"owner of {self._series}", daemon=True).start()
         atexit.register(self.release)
@@ -90,9 +91,11 @@ class SeriesLease:
                     why=f"{_name_of(owner)} writes to it, and has just renewed its claim, {OWNER}.",
                     do="give each run its own address, or end the other run first.",
                 )
+            # By this process's clock from its first look, as the clocks of two hosts may differ.
             waited_s = time.monotonic() - first_seen_s
             if _has_ended(owner) or waited_s > LEASE_S:
                 text = self._text()
+                # Only if it is still the version that was seen: of several runs that wait, one succeeds.
                 if self._owner.replace(text, tag) is not None:
                     return text
                 continue
@@ -108,6 +111,7 @@ class SeriesLease:
         with self._lock:
             if self._renew():
                 return
+            # Once: the new owner may end, and its name would be lost.
             if self._lost_to is None:
                 self._lost_to = self._name_of_owner()
         raise RunError(
@@ -120,6 +124,7 @@ class SeriesLease:
     def _renew(self) -> bool:
         """Rewrites the claim, if it is still the version that this process wrote; returns whether it was."""
         if self._tag is not None:
+            # None if another run has replaced the object: from then on this one has no claim, and never takes it back.
             self._tag = self._owner.replace(self._text(), self._tag)
         return self._tag is not None
 
@@ -135,6 +140,8 @@ class SeriesLease:
         atexit.unregister(self.release)
         with self._lock, contextlib.suppress(OSError):
             if self._renew():  # otherwise it is another run's object
+                # A deletion cannot be conditional. So the claim is renewed just before, and no other run can take it
+                # for a minute.
                 self._series.delete([OWNER])
             self._tag = None
 
@@ -177,6 +184,7 @@ def _has_ended(owner: Mapping[str, Any]) -> bool:
 def _machine() -> str | None:
     """Returns the boot id of this machine and its process-id namespace; None if unknown."""
     try:
+        # In another container the same process id is another process; after a restart of the machine it is, too.
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
@@ -192,4 +200,4 @@ def _start_time(process_id: int) -> str | None:
     state, *fields = status.rpartition(")")[2].split()
     if state in "ZX":  # a zombie, or dead
         return None
-    return fields[18]
+    return fields[18]  # `starttime`, field 22 of proc(5); the first of `fields` is number 4

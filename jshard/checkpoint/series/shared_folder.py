@@ -22,6 +22,7 @@ def check_shared(folder: Place, *, timeout_s: float) -> None:
     """Raises an error if not all processes see a file that the first one writes there; every process calls it."""
     if jax.process_count() == 1:
         return
+    # Not a number, so no step; and new, as a file of an earlier check would prove nothing.
     name = f".shared-{secrets.token_hex(8)}"
     error = _write_file(folder, name) if is_primary() else ""
     # Every process has drawn a name: that of the first one is the file's.
@@ -33,6 +34,7 @@ def check_shared(folder: Place, *, timeout_s: float) -> None:
     reply = [is_shown((folder / name).exists), socket.gethostname(), str(folder)]
     replies = exchange("folder seen", reply, timeout_s=timeout_s + SHOWN_S)  # others may still be looking
     if is_primary():
+        # Only after the exchange: all processes have looked by now.
         _remove_file(folder, name)
     not_seen = []
     for process, (is_seen, host, path) in enumerate(replies):

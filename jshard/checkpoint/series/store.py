@@ -1,7 +1,7 @@
 """The storage of a series, a folder or a bucket: its complete checkpoints, and which of them it wrote itself.
 
 In a folder, each save has its own owner (`ownership.Owner`). In a bucket, a run claims the whole series
-(`series_lease`).
+(`lease.SeriesLease`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SeriesStore(abc.ABC, Generic[P]):
         except RunError as error:
             return error.why
         except CheckpointError:
-            return None  # from a newer jshard: a restore reports it
+            return None  # from a newer jshard: intact, and a restore reports it
         if manifest is None:
             return None
         faults = _manifest.damage(self.path(step), manifest)
@@ -86,6 +86,7 @@ class SeriesStore(abc.ABC, Generic[P]):
         self.take()
         listing = self.listing()
         begun = self.begun()
+        # Of a complete checkpoint nothing is removed: in a folder it has no draft, and in a bucket it has a manifest.
         for old in begun:
             self.discard(old, listing)
         path = self.path(step)
@@ -198,11 +199,13 @@ class FolderStore(SeriesStore[Path]):
             aside = path.with_name(f"{step}.damaged{suffix}")
             if not aside.exists():
                 break
+        # The name is no number, so it is no step of the series, and is neither restored nor deleted.
         path.rename(aside)
         warn(f"the damaged checkpoint {path} is now named {aside.name}.")
 
     def delete(self, step: int) -> None:
         """See `SeriesStore`."""
+        # Renamed first, in one step: a crash while files are removed leaves a draft, which never counts as complete.
         try:
             self.path(step).rename(draft_of(self.path(step)))
         finally:
@@ -266,6 +269,7 @@ class BucketStore(SeriesStore[BucketPath]):
         if not is_committed(path):
             return  # the next save removes this series' files
         aside = f"{_manifest.NAME}.damaged-{secrets.token_hex(4)}"
+        # Written before the other is deleted: a crash in between leaves both, and the checkpoint as it was.
         (path / aside).write((path / _manifest.NAME).read_bytes())
         path.delete([_manifest.NAME])
         warn(f"the damaged checkpoint {path} is now ignored: its manifest is now named {aside}.")
@@ -292,6 +296,7 @@ class BucketStore(SeriesStore[BucketPath]):
         path = self.place / history.NAME
         with contextlib.suppress(OSError):
             if self._history is None:
+                # Read once: no other run writes to the series, see `take`.
                 self._history = path.read_bytes() if path.is_file() else b""
             self._history += json.dumps(record).encode() + b"\n"
             path.write(self._history)

@@ -16,6 +16,7 @@ SLOWER = 1.5  # a process is named if it takes this many times the median of the
 _LEAST_SHARE = 0.05  # and its excess is this share of the operation's time,
 _LEAST_S = 0.01  # and more than the clocks' precision
 
+# "sums" and "commit" are phases of earlier versions, which the history of a run may have.
 PHASES = ("plan", "device_to_host", "write", "read", "verify", "sums", "commit", "finish")
 WAITING = ("plan", "commit")  # in these a process may wait for a slow one
 _LATE = "late"  # stands for the time from the start of the first process to that of another
@@ -33,6 +34,7 @@ class ProcessTimes:
 
     def phase_s(self, *names: str) -> float:
         """Returns the seconds during which one of these phases ran; phases of the same name may overlap."""
+        # The union of the intervals: the sum would count overlapping ones twice.
         intervals = sorted((start, end) for name, start, end in self.phases if name in names)
         total_s = 0.0
         covered_until = float("-inf")
@@ -118,6 +120,7 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
 
     It sorts nothing: a timeline may have thousands of processes, and each is compared with the others.
     """
+    # Leaving out any of several equal values gives the same rest.
     position = bisect.bisect_left(ordered, value)
 
     def other(number: int) -> float:
@@ -197,6 +200,7 @@ def _times(row: ProcessTimes) -> Iterator[float]:
 
 def _timeline_of(record: _StoredOperation) -> Timeline:
     processes = record.get("processes") or []
+    # A failed save has no processes and no mesh: see `Checkpointer._failed`.
     mesh = record.get("mesh") or {}
     # Which process started first depends on the hosts' clocks; each process's phases use its own clock.
     began_at = min((row["began_at"] for row in processes), default=record["began_at"])

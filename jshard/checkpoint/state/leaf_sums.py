@@ -47,6 +47,7 @@ def held_parts(leaf: jax.Array | np.ndarray) -> list[tuple[np.ndarray, Box]]:
     """
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    # Every process has all of a local array, and its sums must be counted once.
     is_local = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if is_local and jax.process_index() != 0:
         return []
@@ -73,6 +74,7 @@ def _without_padding(box: Box, shape: Sequence[int]) -> Box:
 def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
     """Returns the sums of one box of a leaf."""
     words = _words(values)
+    # An array of no dims is a matrix of one element.
     box_shape = values.shape or (1,)
     starts = [part.start or 0 for part in box] or [0]
     num_columns = words.shape[-1]
@@ -141,6 +143,7 @@ def _row_numbers(count: int, box_shape: Sequence[int], starts: Sequence[int], sh
     numbers = np.zeros(count, np.uint64)
     rows_per_index = 1
     # The last dim is the columns. Of the others, the last index changes from row to row, so they are taken in reverse.
+    # Not strict: `starts` and `shape` have the last dim, too.
     for box_size, start, size in reversed(list(zip(box_shape[:-1], starts, shape, strict=False))):
         index = row_in_box % np.uint64(box_size) + np.uint64(start)
         numbers += index * np.uint64(rows_per_index)

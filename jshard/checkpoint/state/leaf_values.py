@@ -93,6 +93,7 @@ def _stored(leaf: object) -> StoredValue | None:
     if isinstance(leaf, jax.Array):
         return _stored_device_array(leaf)
     if isinstance(leaf, int):
+        # Of a bool or another subclass, the plain number.
         return int.__int__(leaf) if -(2**63) <= leaf < 2**63 else None
     if isinstance(leaf, float):
         return float.__float__(leaf)
@@ -170,6 +171,7 @@ def restored(path: str, value: Any, like: Any) -> Any:
     if is_data_position(like):
         set_position(like, value)
         return like
+    # Before the types below, of which an enum may be, too.
     if isinstance(like, enum.Enum):
         return _enum_member(path, value, type(like))
     if isinstance(like, bool | int | float | str):

@@ -35,11 +35,12 @@ def text(path: Path) -> str:
 
 def escape(key: str) -> str:
     """Returns a key with the separators of keys and folders escaped."""
+    # An empty key needs a name; "%" is that of no other key, as a percent sign is escaped.
     return key.translate(_TABLE) or "%"
 
 
 def unescape(path: str) -> str:
-    """Inverts `escape`, of a key or of a path with its slashes."""
+    """Inverts `escape`, of a key or of a path with its slashes, except for empty keys."""
     # "%25" last, or the "%2F" that a key contains would be unescaped twice.
     for letter, code in reversed(_ESCAPED.items()):
         path = path.replace(code, letter)
@@ -118,6 +119,7 @@ def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
                 if padding_of(variable) is not None:
                     shapes[*name, *path] = logical_shape(variable)
             continue
+        # Boxes and variables are nodes of a pytree. Their arrays alone, its leaves, do not say what is padding.
         for path, node in _nodes(value, name, is_leaf=_has_padding):
             if is_padded(node):
                 shapes[path] = node.shape
@@ -190,6 +192,7 @@ def _named_path(owner: Any, flax_path: Iterable[Any]) -> Path:
 
 def _child(node: Any, key: Any) -> Any:
     """Returns an attribute or item of a module or container; None if it has none, as a state, which has no objects."""
+    # Attributes first: what `node[key]` means is up to the class of the module.
     if isinstance(key, str) and key in getattr(node, "__dict__", {}):
         return vars(node)[key]
     try:
@@ -273,6 +276,7 @@ def _filled_part(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
         return _filled_state(value, value, name, leaves)
     if isinstance(value, nnx.Pytree):
         graphdef, state = nnx.split(value)
+        # A new module: `like` keeps its own values.
         return nnx.merge(graphdef, _filled_state(state, value, name, leaves))
     return _filled_tree(value, name, leaves)
 
@@ -284,6 +288,7 @@ def _filled_state(state: nnx.State, owner: Any, name: Path, leaves: Mapping[Path
         path = (*name, *_named_path(owner, flax_path))
         value = _filled_tree(_raw_value(variable), path, leaves)
         if isinstance(variable, nnx.Variable):
+            # A new variable with the same metadata, such as its sharding.
             value = variable.replace(value)
         filled.append((flax_path, value))
     return nnx.from_flat_state(filled)

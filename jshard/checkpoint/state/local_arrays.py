@@ -44,8 +44,10 @@ def local_copies(leaves: Mapping[str, Any]) -> dict[str, CopyFacts]:
         if not is_local(leaf) or not leaf.size:
             continue
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        # NumPy has no keys: their numbers are compared.
         values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         sums = box_sums(values, (slice(None),) * values.ndim, values.shape)
+        # Lists, as they are after an exchange as JSON.
         copies[path] = [list(leaf.shape), str(leaf.dtype), list(sums)]
     return copies
 

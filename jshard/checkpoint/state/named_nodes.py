@@ -50,6 +50,7 @@ def named_node(node: object) -> NamedNode | None:
     """Returns the names of a node's children; None if JAX knows them, or there are none."""
     if isinstance(node, _KEYED):
         return None
+    # No subclass: JAX registers `OrderedDict` and `defaultdict` by themselves, and others are leaves.
     if type(node) is dict:
         return _mixed_dict(node)
     return _dict_like(node)

@@ -79,5 +79,6 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     named = named_node(node)
     if named is not None:
         return list(zip(named.names, named.children, strict=True))
+    # Everything below the node counts as a leaf, so these are its direct children.
     flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     return [(jax.tree_util.keystr(path, simple=True), child) for path, child in flat if path]

@@ -46,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise no_command("jshard ckpt", name, rest, COMMANDS)
+    # By default: JAX would otherwise take most of the memory of a GPU, on which a run may be training.
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
     module = importlib.import_module(f"jshard.cli.ckpt.{_FILES.get(name, name)}")

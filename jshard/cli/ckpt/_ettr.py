@@ -34,6 +34,7 @@ def ettr(*, interval_s: float, stall_s: float, save_s: float, load_s: float, mtb
         >>> round(ettr(interval_s=600, stall_s=0.5, save_s=40, load_s=130, mtbf_s=3 * 3600), 3)
         0.956
     """
+    # One interval, with the save that ends it.
     period_s = interval_s + stall_s
     if period_s <= 0:
         return 0.0

@@ -69,6 +69,7 @@ class TreeRow:
         return [f"{indented}/", counted(self.count * len(leaves), "leaf"), "", size, "", ""]
 
     def _leaf_cells(self, leaf: StoredLeaf) -> list[str]:
+        # Nothing if the leaf is stored in one piece.
         chunk = "" if leaf.chunk in (None, leaf.shape) else shape_text(leaf.chunk)
         if not leaf.is_array:
             return ["", leaf.kind, "", "", chunk]

@@ -149,6 +149,7 @@ def cpu_mesh(text: str) -> Mesh:
     sizes = parse_mesh(text)
     simulate_devices(sizes)  # has no effect on a number that the user has set
     count = num_devices(sizes)
+    # By name: an accelerator may be the default of JAX here.
     devices = jax.devices("cpu")
     if count > len(devices):
         raise ShardingError(

@@ -22,6 +22,7 @@ from jshard.cli._arguments import parse
 from jshard.cli.ckpt import as_json, progress
 from jshard.inspect.tables import FittedTable, add_row, made_table, show, whole_line
 
+# The marks `>` and `?` align numbers, and choose what a narrow terminal leaves out: see `FittedTable`.
 _COLUMNS = ("leaf", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "array?")
 _OF_LAYERS = "Of layers in one row, the figures are those of the one that differs most."
 
@@ -104,6 +105,7 @@ class _DiffRow:
 
     def cells(self) -> list[str]:
         """Returns a cell for each of `_COLUMNS`."""
+        # One name: the leaves of a row differ in one number alone, see `_rows`.
         (name,) = folded_names(leaf.path for leaf in self.leaves)
         norms = [""] * len(dataclasses.fields(Norms))  # a column of `_COLUMNS` for each
         if self.largest is not None:

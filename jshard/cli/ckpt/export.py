@@ -115,6 +115,7 @@ def _write(
 
 def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Any]:
     """Returns the numbers and strings below a path, by paths relative to it."""
+    # The same prefix as that of the arrays, see `part_of`.
     prefix = f"{part.strip('/')}/" if part else ""
     values: Mapping[str, Any] = checkpoint.values()
     return {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}

@@ -97,6 +97,7 @@ def _opened_as(model: Model, args: ImportArgs) -> Opened:
         arrays = counted(len(named.unused), "array is", "arrays are")
         ellipsis = ", ..." if len(named.unused) > _MOST_NAMES else ""
         remark(f"{arrays} left out: {', '.join(named.unused[:_MOST_NAMES])}{ellipsis}")
+    # Below "model", as in the checkpoints of a run.
     return Part(named, {f"model/{name}": ArrayPlace(name) for name in named.leaves})
 
 

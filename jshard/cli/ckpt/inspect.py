@@ -87,6 +87,7 @@ def _requested_leaves(opened: Opened, args: InspectArgs) -> dict[str, StoredLeaf
 def _to_dict(opened: Opened, leaves: Mapping[str, StoredLeaf]) -> dict[str, object]:
     values: dict[str, object] = {"path": str(opened.path)}
     if opened.manifest is not None:
+        # Without leaves and files, of which there may be thousands; the requested leaves follow.
         values |= dataclasses.asdict(dataclasses.replace(opened.manifest, leaves={}, files={}))
     values["is_sealed"] = opened.manifest is not None
     values["leaves"] = {path: dataclasses.asdict(leaf) | {"bytes": leaf.nbytes} for path, leaf in leaves.items()}

@@ -18,6 +18,7 @@ from jshard.cli.ckpt._values import mesh_text, moment
 from jshard.errors import printable
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 
+# The marks `>` and `?` align numbers, and choose what a narrow terminal leaves out: see `FittedTable`.
 _COLUMNS = ("step>", "size>", "leaves>?", "saved>", "mesh", "processes>?", "jshard??", "metrics", "state")
 _MOST_LINES = 10  # on the damage of one checkpoint; `jshard ckpt verify` lists all
 
@@ -41,6 +42,7 @@ def run(argv: Sequence[str]) -> int:
     args = parse(LsArgs, argv, command="jshard ckpt ls")
     checkpoints = listing(args.path)
     if args.json:
+        # `asdict` makes a dict of an address in a bucket, which is a dataclass, too.
         entries = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in checkpoints.entries]
         values = {"path": str(checkpoints.path), "checkpoints": entries, "unfinished": checkpoints.unfinished}
         print(as_json(values))

@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
     mesh = cpu_mesh(args.mesh)
     path = checkpoint_at(args.path)
     specs = None if model is None else model.specs(mesh)
+    # The only entry: `path` is one checkpoint.
     num_bytes = listing(path).entries[0].num_bytes
     with progress("reshard", num_bytes) as note_written:
         manifest = reshard(path, local_path(args.out), mesh, specs=specs, on_written=note_written)

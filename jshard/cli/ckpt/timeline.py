@@ -109,6 +109,7 @@ def _requested(args: TimelineArgs, history: Sequence[Timeline]) -> Timeline:
             do="give the folder of a run that has saved with this jshard; it writes the history by itself.",
         )
     saves = [timeline for timeline in matching if timeline.kind == "save"]
+    # The history is oldest first.
     return saves[-1] if saves else matching[-1]
 
 
@@ -180,6 +181,7 @@ class _Report(Printed):
 
     def _table(self) -> FittedTable:
         phases = self.shown.phases
+        # The marks `>` and `?` align numbers, and choose what a narrow terminal leaves out: see `FittedTable`.
         table = made_table("", "process>", "host", "began>", *(f"{phase}>" for phase in phases), "MiB>??", "MiB/s>?")
         for row in self.shown.rows[:_MOST_ROWS]:
             times = [f"{row.phase_s(phase):.3f}" for phase in phases]

@@ -68,7 +68,7 @@ def _report(verdict: Verdict) -> str | FittedTable:
             add_row(table, finding.leaf or "(no one leaf)", finding.file or "", finding.why)
         return table
     amount = f"{counted(verdict.num_leaves, 'leaf')}, {human_bytes(verdict.num_bytes, 1)}"
-    if not verdict.num_files:  # without a manifest there is no list of files, and no sums
+    if not verdict.num_files:  # no manifest; or one of format="orbax", which has sums and lists no files
         return f"{verdict.path}: all can be read ({amount}). jshard did not write it: it has no sums to compare with."
     files = counted(verdict.num_files, "file")
     return f"{verdict.path}: good, all files are there and all sums are those of the save ({amount}, {files})."
