@@ -124,6 +124,7 @@ def read_named(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) -
         UnsafeFileError: it has more bytes than that.
         OSError: it does not exist, or cannot be read.
     """
+    # Unlike `open_regular` this waits for the writer of a pipe.
     with open(path, "rb", buffering=0) as file:
         content = _read_up_to(file, most_bytes + 1)
     if len(content) > most_bytes:
@@ -174,11 +175,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     something that is there already is in the way.
     """
     path = Path(path)
+    # Beside the file, as a rename does not leave a file system; `is_draft` knows the form of the name.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     file = open_new(draft)
     try:
         with file:
             yield file
+            # On disk before it gets its name: a power cut could otherwise leave an empty file under it.
             flush(file)
         os.replace(draft, path)
     except BaseException:
@@ -236,6 +239,8 @@ def check_regular_files(folder: Path) -> None:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(Path(entry))
+                # Links to folders are not entered: they may lead back. A broken link is an error of the library that
+                # opens it.
                 elif not entry.is_file() and os.path.exists(entry) and not entry.is_dir():
                     raise _not_regular(entry.path, entry.stat().st_mode)
 

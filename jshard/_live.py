@@ -79,6 +79,7 @@ class LiveLine:
             self._stream.flush()
         except OSError:
             self._fall_silent()
+        # Python raises it for a closed stream; any other one is a fault of the program.
         except ValueError:
             if not self._stream.closed:
                 raise
@@ -135,6 +136,7 @@ def at_work(
     work = Work(what)
     line = LiveLine(stream)
     clock = _Clock()
+    # A thread of its own, as the work may occupy the main thread for minutes.
     if line.is_live:
         ticking = threading.Thread(target=_rewrite_line, args=(line, work, clock, every_s))
     else:

@@ -72,7 +72,7 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
         value = tomllib.loads(text)
     except RecursionError:
         raise FormError(_TOO_DEEP) from None
-    except FormError:
+    except FormError:  # also a ValueError, and complete already
         raise
     except ValueError as error:
         raise FormError(f"it is not TOML: {_reason(error)}") from error
@@ -81,6 +81,7 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
 
 
 def _decoded(raw: bytes | str) -> str:
+    # Drops the byte-order mark that some editors write first.
     return raw if isinstance(raw, str) else raw.decode("utf-8-sig")
 
 
@@ -177,6 +178,7 @@ def whole_number(text: str) -> int:
 
 def is_int(value: object) -> bool:
     """Returns whether a value is an integer of 64 bits, and no bool."""
+    # The exact type: bool is a subclass of int.
     return type(value) is int and value.bit_length() <= _INT_BITS
 
 
@@ -301,6 +303,7 @@ def _fault_of_fields(value: object, kind: Any, where: str) -> str | None:
         return _mismatch(value, where, "a table")
     hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
+    # A misspelt key comes first: it explains why another one is missing.
     for key in value:
         if key not in fields:
             return f"{where or 'it'} has the unknown key {shown(key)}"

@@ -95,6 +95,7 @@ def all_or_none(
     Raises:
         FourPartError: another process cannot continue, or did not call.
     """
+    # A process with an error comes, too: the others wait for its report.
     parts_of_error = None if error is None else _parts(error)
     try:
         reports = exchange(topic, [parts_of_error, value], timeout_s=timeout_s, left=left)
@@ -165,6 +166,7 @@ class _Round:
     def __init__(self, topic: str, timeout_s: float) -> None:
         self._topic = topic
         self._timeout_s = timeout_s
+        # For both meetings of the round together.
         self._end_s = time.monotonic() + timeout_s
         self._client = coordinator()
         self._num_processes = jax.process_count()
@@ -188,6 +190,7 @@ class _Round:
                 left[:] = unneeded
                 unneeded = previous
         except Exception:
+            # The key of each failed round stays: their count is the number of the next round.
             self._client.key_value_set(f"{root}/failed/{number}", "=", allow_overwrite=True)
             raise
         finally:

@@ -120,6 +120,7 @@ def attention(
     goes_round = is_split and _goes_round(over_context, backend, q, k, options)
     exchanges_heads = is_split and not goes_round
     if exchanges_heads:
+        # Before the form is chosen: from here on each device has all positions, and any form can run.
         q, k, v = with_all_positions(q, k, v)
     if goes_round:
         form = "xla"
@@ -256,6 +257,7 @@ def _in_parts(
     ys: list[jax.Array] = []
     for start in range(0, num_queries, queries_at_once):
         end = min(start + queries_at_once, num_queries)
+        # Slices, and not only a mask: the products with keys after the part are never computed.
         first = 0
         if window is not None:
             first = max(0, start - window + 1)  # no query of the part sees earlier keys
@@ -271,6 +273,7 @@ def _attend_back(
     """Computes attention of the last T of S positions to those up to their own; backward recomputes the scores."""
     T = q_BTHK.shape[1]
     S = k_BSGK.shape[1]
+    # The last query is aligned with the last key: query t is at position S - T + t.
     mask_TS = jnp.tril(jnp.ones((T, S), bool), S - T)
     if window is not None:
         mask_TS &= jnp.triu(jnp.ones((T, S), bool), S - T - window + 1)

@@ -54,6 +54,7 @@ def is_ring(requested: str, q: jax.Array, k: jax.Array, *, is_causal: bool, is_p
         "ring": _ring_faults(q, k, num_devices, is_causal=is_causal, is_plain=is_plain),
     }
     tried = ["heads", "ring"] if requested == "auto" else [requested]
+    # In their order: heads, where they are possible, can use the kernels; a ring has only the plain form.
     for way in tried:
         if not faults[way]:
             return way == "ring"
@@ -89,6 +90,8 @@ def with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Ar
     if q.shape[2] % num_parts_with_tensor == 0:
         num_parts = num_parts_with_tensor  # then `tensor` can split the heads of each device further
     num_heads = k.shape[2]
+    # Both numbers divide the heads of q, and so does their least multiple. `jnp.repeat` puts copies beside each other:
+    # each head of q finds its own group at the same part of the heads, and so on the same device.
     repeats = math.lcm(num_heads, num_parts) // num_heads
     if repeats > 1:
         k = jnp.repeat(k, repeats, axis=2)
@@ -114,6 +117,7 @@ def _exchanged(x: jax.Array, old: int, new: int) -> jax.Array:
         return exchanged(x, CONTEXT, old, new)
     over_width = NamedSharding(mesh, P(None, None, None, TENSOR))
     over_heads = NamedSharding(mesh, P(None, None, TENSOR, None))
+    # Between the two constraints each device of `tensor` has all heads, and a part of each.
     x = lax.with_sharding_constraint(x, over_width)
     x = exchanged(x, CONTEXT, old, new, 3)
     return lax.with_sharding_constraint(x, over_heads)

@@ -150,9 +150,11 @@ def _norm(
         arrays["bias"] = bias
     if residual is not None:
         arrays["residual"] = residual
+    # Before the form is chosen: wrong sizes are refused in every form, also where the kernel would not run.
     _check(kind, arrays, occupancy)
     reasons = _row_reasons(x.shape[-1])
     call = decide(kind.name, backend, occupancy, arrays.values(), default=_SMALL, reasons=reasons)
+    # The plain form takes no shared memory.
     if not call.is_plain:
         _check_padding(call)
     with call.named():
@@ -187,6 +189,7 @@ def _kernel_norm(
 
 def plain_norm(kind: _Kind, x: jax.Array, scale: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> Any:
     """Returns the same as XLA compiles it."""
+    # float64 stays float64.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     h = x.astype(wide) + (0 if residual is None else residual.astype(wide))
     normal, _ = kind.normal(h)
@@ -235,6 +238,7 @@ def _rows(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[ja
 
 def _forward(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     y_RD, h_RD = cast(Arrays, _rows(call, kind, xs, vectors))
+    # Only the sum is kept, not the normal rows: backward computes them again in registers.
     residuals = (h_RD, vectors, len(xs))
     return (y_RD, h_RD), residuals
 
@@ -261,11 +265,12 @@ def _backward(
         return RowResults([dx], terms[: len(vectors)])
 
     with call.named():
-        # A bias has no part in the gradients.
+        # Only the scale is an operand: a bias has no part in the gradients.
         (dx_RD,), sums = _run_rows(
             call, f"{PREFIX}{kind.name}_backward", row, rows, vectors[:1], num_out=1, num_sums=len(vectors)
         )
         d_vectors = tuple(total.astype(vector.dtype) for total, vector in zip(sums, vectors, strict=True))
+        # x and the residual enter only through their sum, so their gradients are equal.
         return (dx_RD,) * num_xs, d_vectors
 
 
@@ -377,6 +382,7 @@ def _run_rows(
                 ref[number] = out.astype(ref.dtype)
             return tuple(total + term for total, term in zip(carry, results.terms, strict=True))
 
+        # Float32, as many rows are summed. Each block starts from zeros, and writes only to its own row of the parts.
         zeros = tuple(jnp.zeros((width,), jnp.float32) for _ in sum_refs)
         totals = plgpu.nd_loop((num_rows,), collective_axes="block", init_carry=zeros)(step)
         for ref, total in zip(sum_refs, totals, strict=True):

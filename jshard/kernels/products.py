@@ -96,6 +96,7 @@ def _check_matmul(arrays: dict[str, jax.Array]) -> None:
 
 def plain_matmul(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Computes the same as `matmul`, as XLA compiles it."""
+    # float64 stays float64.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     y = jnp.matmul(x, w, preferred_element_type=wide)
     if bias is not None:
@@ -145,6 +146,7 @@ def gradients(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, dy_MN: jax.Arra
 
 def sum_of_rows(dy_MN: jax.Array) -> jax.Array:
     """Computes the gradient of a vector that was added to every row."""
+    # In float32: a sum of thousands of rows in 16 bits would lose the small terms.
     return dy_MN.sum(0, dtype=jnp.float32).astype(dy_MN.dtype)
 
 
@@ -167,7 +169,7 @@ def product(
         a_transposed=kind[0] == "t",
         b_transposed=kind[1] == "t",
         num_b=1,
-        epilogue=_sum,
+        epilogue=_sum,  # of the product and the bias, if there is one
     )
     biases = [] if bias is None else [bias]
     (y,) = run(call, kernel, a, [b], biases)
@@ -221,6 +223,7 @@ def mlp(
         >>> js.kernels.mlp(x, up, down).shape
         (8, 64)
     """
+    # x comes first: `_kernel_mlp` takes all that follow as weights.
     arguments = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "b_up": b_up, "b_down": b_down}
     arrays = {name: array for name, array in arguments.items() if array is not None}
     _check_mlp(arrays, activation)
@@ -249,6 +252,7 @@ def _kernel_mlp(call: KernelRun, activation: Activation, arrays: dict[str, jax.A
     """Computes the layer on Mosaic GPU."""
     x, *weights = arrays.values()
     x_MD, *weights = vary_alike(as_matrix(x), *weights)
+    # A list of weights and their names, in one order: `vary_alike` returns arrays without names.
     names = list(arrays)[1:]
 
     def run(x_MD: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
@@ -279,6 +283,7 @@ def _activated(activation: Activation, first: jax.Array, *second: jax.Array) -> 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mlp(call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     arrays = {"x": x_MD, **weights}
+    # Without a gradient: the activation's inputs are not even written.
     h_MF, _ = _hidden(call, activation, arrays, keep=False)
     return _down(call, h_MF, arrays)
 
@@ -306,11 +311,13 @@ def _mlp_backward(
 
         grads = {"w_down": dw_down}
         dxs = []
+        # `inputs` has the order of `_firsts`, and so do their gradients.
         for name, d_MF in zip(_firsts(arrays), d_inputs, strict=True):
             dx_MD, grads[name] = gradients(call, arrays["x"], arrays[name], d_MF)
             dxs.append(dx_MD)
         dx_MD = sum(dxs[1:], start=dxs[0])
         if "b_up" in arrays:
+            # The only input: a layer with this bias has no gate.
             grads["b_up"] = sum_of_rows(d_inputs[0])
         if "b_down" in arrays:
             grads["b_down"] = sum_of_rows(dy_MD)

@@ -79,6 +79,7 @@ def listen(cluster: Cluster, host: str) -> socket.socket:
     try:
         return open_port(host, port)
     except OSError as error:
+        # Not 65534 below 65535: that is then the port of JAX's coordinator.
         other_port = port + 1 if port < 65535 else port - 2
         raise RunError(
             "The roll call cannot be opened.",
@@ -91,6 +92,7 @@ def listen(cluster: Cluster, host: str) -> socket.socket:
 def free_port(host: str, preferred: int) -> int:
     """Returns the preferred port, or another one if a process that has not ended yet holds it."""
     for port in (preferred, 0):
+        # Closed again: JAX opens it next, in the worker.
         with contextlib.suppress(OSError), open_port(host, port) as server:
             return server.getsockname()[1]
     return preferred

@@ -114,6 +114,7 @@ class _Detection:
             kind = self.launcher.kind
         else:
             kind = "cloud tpu"
+        # From the launcher in any case: JAX has no variables for the place on a machine.
         local_id = None
         local_size = None
         if self.launcher is not None:

@@ -34,12 +34,12 @@ ADDRESS = "JSHARD_KEEPER"
 TOKEN = "JSHARD_KEEPER_TOKEN"
 """The environment variables that lead a worker to the keeper of its supervisor."""
 
-_ANSWER_BYTES = 1 << 20
+_ANSWER_BYTES = 1 << 20  # the longest line of an answer: the list of all parts
 _HELLO_S = 10.0  # from a connection to its token
 _IDLE_S = 600.0  # between two requests of a worker
 _STRANGERS = 256  # connections without the token
 _ANSWER_S = 60.0
-_TRIES = 3
+_TRIES = 3  # connections, if strangers displace a new one
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -225,9 +225,12 @@ class _Server(socketserver.ThreadingTCPServer):
         """Allocates a part; one other of its process is kept."""
 
         def is_replaced(old: KeptPart) -> bool:
+            # `beside` is a list or None, as it comes from JSON.
             return old.process == part.process and [old.run, old.step] != beside
 
+        # Before the new part arrives: there is memory for two of each process.
         self._forget(is_replaced)
+        # An empty mapping is not possible.
         return mmap.mmap(-1, max(size, 1))  # its own memory: freed as soon as it is dropped
 
     def store(self, part: KeptPart, data: mmap.mmap) -> None:
@@ -308,6 +311,7 @@ class _Answer(NamedTuple):
 class _Visit(socketserver.StreamRequestHandler):
     """One connection."""
 
+    # Of each read, so a stranger may still send a byte at a time: `service_actions` ends that.
     timeout = _HELLO_S
     disable_nagle_algorithm = True
     server: _Server
@@ -324,6 +328,7 @@ class _Visit(socketserver.StreamRequestHandler):
             if request is None:
                 return
             self.server.admit(self.connection)
+            # A worker may compute for long between two copies.
             self.connection.settimeout(_IDLE_S)
             yield request
 

@@ -127,6 +127,7 @@ class LeaderSearch:
         try:
             if address is None:
                 raise OSError("its address is not known")
+            # The only wait of a search: the caller does nothing else meanwhile, for up to _CONNECT_S.
             connection = socket.create_connection(address, timeout=_CONNECT_S)
             self._endpoint.open_listener(connection.getsockname()[0])
         except OSError as error:
@@ -226,6 +227,7 @@ class LeaderSearch:
     def _join(self, leader: _Leader, message: object) -> JoinedAttempt:
         start = understood(AttemptStart, message)
         history = understood(History, start.history)
+        # Sorted, as the leader numbers them: the position of a process is its number in the attempt.
         members = sorted(address.process for address in leader.addresses.values() if address.is_member)
         if self._me not in members:
             raise BadMessageError

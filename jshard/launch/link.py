@@ -69,6 +69,7 @@ class Link:
         if not end:
             self._read()
             line, end, rest = self._received.partition(b"\n")
+        # Also one whose end has not arrived: a sender cannot fill the memory with a single line.
         if len(line) > LINE_BYTES:
             self.closed = True
             self._received = b""
@@ -116,6 +117,7 @@ class Link:
         if not data:
             self.closed = True
             return
+        # Any data is a sign of life, also a part of a line.
         self._heard_at_s = time.monotonic()
         self._received += data
 

@@ -265,6 +265,7 @@ class Peers:
         """Returns the processes that have not reported their status, as if they were lost."""
         silent = []
         for process, link in self._links.items():
+            # Two beats: one may be on its way.
             if process not in self._ended and link.silent_s > 2 * self._deadlines.beat_s:
                 silent.append(Ending(process=process, host=self._host(process), silent_s=link.silent_s))
         return silent
@@ -290,6 +291,7 @@ class Peers:
                 self.beats[process] = beat
             # Once set, it stays: the run ends with it.
             self.stalled |= message.get("stalled") == 1
+            # Only process 0 decides, and only once.
             if self.process_id != 0 and self.verdict is None:
                 self.verdict = ending_of(message.get("verdict"))
             ended = ending_of(message.get("ended"))
@@ -300,5 +302,6 @@ class Peers:
         silent_s = link.silent_s if link.silent_s > self._deadlines.peer_s else None
         if silent_s is None and not link.closed:
             return None
+        # It is lost: its last beat is all that is known of it.
         step = self.beats.get(process, Beat()).step
         return Ending(process=process, host=self._host(process), silent_s=silent_s, step=step)

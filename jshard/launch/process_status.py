@@ -17,7 +17,7 @@ from jshard._files import write_text
 from jshard.errors import RunError
 from jshard.launch import phases
 
-STUCK_S = 1.0
+STUCK_S = 1.0  # in one phase, after which a process is thought to wait for a lost peer
 _FRAMES = 4  # of a thread are reported
 _FRAME_CHARACTERS = 300
 # Functions in which a main thread waits for the devices, for Orbax, or for a meeting of the processes.
@@ -90,6 +90,7 @@ class ProcessStatus:
     def order(self) -> tuple[bool, int, bool]:
         """Sorts the one that is behind to the front."""
         # A stopped process is behind however many marks it has passed: it passes no more of them.
+        # "t" is one that a debugger has stopped.
         is_active = self.state[:1].upper() != "T"
         return is_active, self.marks, self.waits
 

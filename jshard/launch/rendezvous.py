@@ -165,6 +165,7 @@ class _Meeting:
             if self._search.is_following or 0 <= process <= self._me:
                 listener.dismiss(request, {"elsewhere": 1})
                 continue
+            # An id that is not valid comes this far, too, and is reported.
             self._check(request)
             if process in self._joined:  # its supervisor was restarted
                 self._joined[process].link.drop()
@@ -226,6 +227,7 @@ class _Meeting:
 
     def _drop_those_who_left(self) -> None:
         for process, request in list(self._joined.items()):
+            # The content does not matter: reading finds out whether the link is closed.
             request.link.receive()
             request.link.beat(self._deadlines.beat_s)
             if request.link.closed:  # it may return
@@ -324,6 +326,7 @@ class _Meeting:
     def _join(self, attempt: JoinedAttempt) -> Group:
         """Takes part in the attempt that the leader has started, and takes over what it knows."""
         self._endpoint.addresses |= attempt.addresses
+        # In place: the supervisor has the same object.
         vars(self._history).update(vars(attempt.history))
         place = self._place(attempt.members, address(attempt.leader_host, attempt.start.port))
         peers = self._peers(attempt.members, attempt.addresses, {0: attempt.link})

@@ -31,7 +31,7 @@ LEAST_S = 60.0
 MOST_S = 1800.0
 MEDIANS = 20
 """The limit of a step is this multiple of the median, within these bounds; that of a save is the upper bound."""
-_WARN_S = 60.0
+_WARN_S = 60.0  # without progress until a line says so, at most
 _STEPS_FOR_MEDIAN = 5
 _MEASURED_STEPS = 101
 _TICK_S = 0.25

@@ -78,6 +78,7 @@ class SupervisedAttempt:
         self._look_at_workers()
         if self.rendezvous is not None:
             self.rendezvous.attend()
+        # With peers there is only one worker on this machine.
         for ending in self.peers.poll(self.workers[0].state):
             self._note_ending(ending)
 
@@ -163,6 +164,7 @@ class SupervisedAttempt:
         for worker in self.workers:
             if worker.process_id == 0 or worker_process.debug():
                 worker.output.show()
+        # A stop outweighs an end: the run is to be resumed if any of them stopped.
         return max(codes)
 
     def _cause(self) -> Ending | None:
@@ -183,8 +185,10 @@ class SupervisedAttempt:
         if self.peers.alone and not any(worker.running for worker in self.workers):
             return 0.0  # no other process can report
         wait_s = self.deadlines.settle_s
+        # Until all have reported their status.
         if self.peers.stalled and len(self.bad) < self.num_processes:
             wait_s += VERDICT_S
+        # Process 0 names the cause once it is certain there.
         if not self.peers.decides:
             wait_s += VERDICT_S
         return wait_s
@@ -211,6 +215,7 @@ class SupervisedAttempt:
         if not was_asked and self.signals.received is None:
             self.lost = lost
             if self.history.allows(lost):
+                # Without grace: the others would be stopped and started again in any case.
                 self._show(lost)
                 return lost.run_code
         if not was_asked:

@@ -143,6 +143,7 @@ class _Supervisor:
                 break
             attempt = self._start(members)
             code = attempt.watch()
+            # Without a loss it is done, or was stopped.
             if attempt.lost is None or not self._history.allows(attempt.lost):
                 return code
             self._record(attempt, attempt.lost)
@@ -161,6 +162,7 @@ class _Supervisor:
     def _meet(self) -> _Members | None:
         """Waits for the processes of the next attempt; None if a signal came first."""
         if self._rendezvous is None:
+            # Without a roll call no leader does it.
             self._history.begin()
             alone = Peers(process_id=0, links={}, hosts={}, deadlines=self._deadlines)
             return _Members(self._processes, alone)
@@ -173,6 +175,7 @@ class _Supervisor:
         """Starts the workers of this machine, if another attempt is worth it."""
         # After the meeting, in which this supervisor may have learned of attempts that it was not part of.
         self._history.check_worth()
+        # Only one supervisor says it for all.
         if self._history.lost is not None and members.peers.process_id == 0:
             say(self._history.line(num_processes=members.number))
         command = self._command_of(members)

@@ -130,6 +130,7 @@ class WorkerProcess:
         """Releases a worker that ended successfully; any other is killed, with all its children."""
         if self.ending is None or not self.ending.good:
             with contextlib.suppress(ProcessLookupError, PermissionError):
+                # As the leader of a session it has a process group of its own, in which its data workers are.
                 os.killpg(self._process.pid, signal.SIGKILL)
             # One that hangs in the kernel, on a dead file system, ends some time later by itself.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -180,6 +181,7 @@ class WorkerProcess:
 
 def _environ(place: Cluster, deadlines: Deadlines, write_fd: int) -> dict[str, str]:
     """Returns the environment variables of a worker, which `start_worker` reads."""
+    # The later ones count: this process may have been started with variables of the same names.
     return {
         **os.environ,
         "JSHARD_WORKER": "1",
@@ -208,6 +210,7 @@ def start_local(
         for process in range(number):
             place = dataclasses.replace(local, process_id=process, local_id=process, local_size=number)
             worker = WorkerProcess(command, place, deadlines, extra=extra, has_stdout=process == 0)
+            # If a later one cannot be started, these would wait for it.
             on_failure.callback(worker.close)
             workers.append(worker)
         on_failure.pop_all()

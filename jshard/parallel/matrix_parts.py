@@ -31,6 +31,7 @@ Specs = dict[Var, PartitionSpec]
 Values = dict[Var, Any]
 """The arrays of a program's variables."""
 
+# The parameter in which each call has its program. The derivative of a `custom_jvp_call` is lost by inlining it.
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _PRODUCTS = frozenset("dot_general cholesky eigh eig lu qr householder_product svd triangular_solve schur".split())
 
@@ -64,6 +65,7 @@ class MatrixPart:
     @property
     def kind(self) -> Hashable:
         """Equal for parts that can be batched: the same equations, of arrays of the same types and specs."""
+        # The text has no arrays, and needs none: arrays that the update captured are inputs of the part.
         types = tuple(str(variable.aval) for variable in self.inputs)
         return str(self.program), types, self.specs  # as text, because programs are equal only to themselves
 
@@ -88,6 +90,7 @@ class _PartFinder:
         self._makers: dict[Var, int] = {}
         self._readers: dict[Var, set[int]] = collections.defaultdict(set)
         for i, eqn in enumerate(self._eqns):
+            # Arguments and captured arrays have no maker.
             for variable in eqn.outvars:
                 self._makers[variable] = i
             for variable in variables_read(eqn):
@@ -132,6 +135,7 @@ class _PartFinder:
 
     def _between(self, mixing: set[int]) -> set[int]:
         """Returns these equations, and those on a path from one to another: so a part never waits for itself."""
+        # One pass in each direction suffices: equations come after those whose results they read.
         after = set(mixing)
         for i in range(len(self._eqns)):
             if any(self._makers.get(variable) in after for variable in self._reads(i)):
@@ -157,6 +161,7 @@ class _PartFinder:
                 if maker in parents:
                     parents[root(i)] = root(maker)
         groups: dict[int, list[int]] = collections.defaultdict(list)
+        # By number, so that the equations of a group are in an order in which they can run.
         for i in sorted(equations):
             groups[root(i)].append(i)
         return list(groups.values())
@@ -167,6 +172,7 @@ class _PartFinder:
         """Returns some equations as a program; it computes the constants that it needs again."""
         computed = [*self._constants_of(equations), *equations]
         inputs = self._inputs_of(computed)
+        # Not of the constants: the update computes those by itself, for any other reader.
         outputs = self._outputs_of(equations)
         eqns = [self._eqns[i] for i in computed]
 
@@ -200,7 +206,7 @@ class _PartFinder:
         return list(constants)
 
     def _is_constant(self, i: int) -> bool:
-        """Returns whether an equation reads no argument of the update, directly or indirectly."""
+        """Returns whether an equation reads no argument and no captured array of the update, directly or indirectly."""
         for variable in self._reads(i):
             maker = self._makers.get(variable)
             if maker is None or not self._is_constant(maker):

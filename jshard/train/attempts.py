@@ -71,6 +71,7 @@ def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, know
     earlier = [attempt.copy() for attempt in attempts]
     if earlier and earlier[-1].get("end") is None:
         _close_lost(earlier[-1], recorded, known)
+    # Before the record is cut back: later lines are needed to count what is lost.
     for attempt in earlier:
         if attempt["last_step"] > step:
             _drop_steps_after(attempt, recorded, step)
@@ -182,6 +183,7 @@ def _close(attempt: Attempt, recorded: Sequence[_RecordedStep], end_s: float, ca
 def _drop_steps_after(attempt: Attempt, recorded: Sequence[_RecordedStep], step: int) -> None:
     """Counts the later steps of the attempt as lost, as the run continues from an earlier one."""
     remaining = [line for line in _steps_of(attempt, recorded) if line.step <= step]
+    # None of its steps may be left: then all of its time is lost.
     productive_s = _productive_s(attempt, remaining)
     last_step = max(step, attempt["first_step"])
     lost_s = attempt.get("productive_s", 0.0) - productive_s
@@ -206,6 +208,7 @@ def _steps_of(attempt: Attempt, recorded: Sequence[_RecordedStep]) -> list[_Reco
     end_s = float("inf")
     if attempt["end"] is not None:
         end_s = seconds_of(attempt["end"]) + _CLOCK_S
+    # By time first: an attempt that repeats steps writes lines with the numbers of an earlier one.
     return [line for line in recorded if begin_s <= line.time_s <= end_s and line.step >= attempt["first_step"]]
 
 

@@ -86,6 +86,7 @@ def with_feedback(candidates: Search, measure: Callable[[Cost], float], *, tries
 
     The first is the best by the estimates, the second the requested one, which the choice has to beat.
     """
+    # `ranked` begins with the fastest by the estimates.
     untried = list(candidates.ranked)
     queue = [untried.pop(0)]
     requested = _requested(untried, candidates)
@@ -99,8 +100,10 @@ def with_feedback(candidates: Search, measure: Callable[[Cost], float], *, tries
         factors = fitted(tried)
         untried = [other for other in untried if not is_same(other, cost)]  # the same program under another name
         untried.sort(key=factors.step_s)
+        # The requested one is still to be measured: it comes before any choice by factors.
         if queue or not untried:
             continue
+        # Infinite while none has run: then every estimate is below it.
         fastest_s = min(variant.step_s for variant in tried)
         if factors.step_s(untried[0]) < fastest_s:
             queue.append(untried.pop(0))
@@ -124,6 +127,7 @@ def fitted(tried: Sequence[MeasuredVariant]) -> Factors:
     ran = [variant for variant in tried if variant.did_run]
     if not ran:
         return Factors()
+    # Geometric: a ratio of 2 and one of 1/2 cancel.
     mean = float(np.exp(np.mean([math.log(variant.step_s / variant.cost.step_s) for variant in ran])))
     rows = []
     targets = []
@@ -208,7 +212,7 @@ def _measured_s(
         variant_recipe = override(recipe, variant.settings)
         variant_file = model_file.with_units(variant.units)
         step_s = min(_step_times_s(variant_file, variant_recipe, variant_mesh, data, compiler_options))
-    # The slowest: all wait for it in every step.
+    # The slowest: all wait for it in every step. Exchanged also after a failure, as the others wait here.
     return max(exchange("seconds of a step", step_s))
 
 

@@ -31,7 +31,7 @@ _MOST_BYTES = 4 << 30
 _CHECKSUM_BYTES = 32
 _FOLDER_OPTION = "jax_compilation_cache_dir"
 _LEAST_S_OPTION = "jax_persistent_cache_min_compile_time_secs"
-_ABANDONED_S = 3600.0
+_ABANDONED_S = 3600.0  # age of a draft whose process is thought to be gone
 _WORTH_S = 0.1  # programs that take longer are stored; JAX's own limit is one second
 
 
@@ -122,6 +122,7 @@ class ProgramCache:
                     file.write(self._checksum(key, value) + value)
                     file.flush()
                     os.fsync(file.fileno())
+                # Only when all of it is on disk: readers see the whole program or none.
                 draft.replace(path)
             finally:
                 draft.unlink(missing_ok=True)
@@ -160,6 +161,7 @@ def _make_private(folder: Path) -> None:
     Raises:
         OSError: others may write there, or this user may not.
     """
+    # The parent, too: who may write there could put another folder in the place of this one.
     for part in (folder.parent, folder):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = part.stat()

@@ -46,6 +46,7 @@ def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable
             set_phase(phases.DATA)
     set_phase(phases.EVALUATION)
     results = jax.device_get(results)
+    # Batches of one size count alike.
     num_samples = [1] * len(results)
     if isinstance(batches, HeldOutBatches):
         num_samples = batches.num_samples

@@ -122,6 +122,7 @@ def explained(
         symptom=_symptom(not_finite, step),
     )
     try:
+        # Inputs first: a NaN in one would be found in the first operation that reads it, which is not at fault.
         error = _error_of_leaf(search, source)
         if error is not None:
             return error
@@ -195,6 +196,7 @@ def _first_wrong(
 
     def search(x: jax.Array) -> tuple[jax.Array, ...]:
         wrong = is_wrong(x).reshape(-1)
+        # The first True; 0 if there is none, which `count` says.
         index = jnp.argmax(wrong)
         return index, x.reshape(-1)[index], wrong.sum(), x.max()
 
@@ -231,7 +233,9 @@ def _failed_check(search: _Search) -> _FailedCheck | None:
             grads = grad(nnx.merge(graphdef, state, copy=True), batch)
         return sum(x.sum() for x in jax.tree.leaves(grads))
 
+    # The loss first: a NaN in forward also makes its gradient NaN.
     for quantity, compute in {"the loss": loss, "the gradient": gradients}.items():
+        # Index checks, too: a lookup beyond the end yields NaN, and the message has the index.
         checked = checkify.checkify(compute, errors=checkify.nan_checks | checkify.index_checks)
         error, _ = jax.jit(checked, out_shardings=search.everywhere)(state, search.batch)
         failed = error.get_exception()
@@ -331,6 +335,7 @@ def _batch_index_beyond(search: _Search, rows: int) -> tuple[str, _WrongElement]
     """Finds the first integers of the batch that are out of range; None if all are in range."""
 
     def is_beyond(x: jax.Array) -> jax.Array:
+        # Negative indices down to -rows count from the end.
         return (x < -rows) | (x >= rows)
 
     for path, leaf in search.leaves.items():

@@ -90,6 +90,7 @@ class MemoryCopies:
         self._seats = _announce_seats()
         process = jax.process_index()
         partners = neighbours([(seat.host, seat.address) for seat in self._seats])
+        # Rounded up. An estimate: each process has its share of the state.
         part_bytes = _state_bytes(like) // len(self._seats) + 1
         _check_room(self._seats, partners, part_bytes, every)
         self._clients = {seat.address: KeeperClient(seat.address, seat.token) for seat in self._seats}
@@ -119,6 +120,7 @@ class MemoryCopies:
             except FourPartError as error:
                 self._say(f"the copy in memory of step {copy.step} is not used: {error.why}")
                 continue
+            # The next copy is stored beside this one, which stays valid until then.
             self._newest = copy
             launch.note(copy=copy.step)
             return state
@@ -186,6 +188,7 @@ class MemoryCopies:
 
     def _agree(self, copy: _MemoryCopy, failure: str | None) -> list[str]:
         """Makes the copy valid if all processes have stored their parts; returns the failures."""
+        # By messages of the service, not by the devices, which are training meanwhile.
         results = exchange("copy in memory", failure, timeout_s=TIMEOUT_S)
         failures = [f"process {process}: {result}" for process, result in enumerate(results) if result is not None]
         if failures:
@@ -204,6 +207,7 @@ class MemoryCopies:
             for part in seat.parts:
                 processes[part.step, part.run, part.of].add(part.process)
         copies = []
+        # `of` may differ from the number of processes now: a run may continue with fewer.
         for (step, run, of), stored in processes.items():
             if stored >= set(range(of)):
                 copies.append((step, run))
@@ -232,6 +236,7 @@ class MemoryCopies:
         parts = set()
         for seat in self._seats:
             parts |= {part for part in seat.parts if (part.run, part.step) == copy}
+        # By their process: run and step are the same for all.
         return sorted(parts)
 
     def _reader(self, part: KeptPart) -> Callable[[int, int], bytearray]:

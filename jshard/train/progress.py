@@ -107,6 +107,7 @@ class Meter:
     def _rates(self) -> dict[str, float]:
         """Returns the time of a step, and what follows from it."""
         total_s = sum(span.time_s for span in self._spans)
+        # Over all steps of the window, as a span may have several.
         step_s = total_s / sum(span.steps for span in self._spans)
         scalars = {"step_s": step_s}
         # A caller may report several steps at once: then none has a time of its own.
@@ -325,6 +326,7 @@ class StepProfile:
         """Writes the recording; the devices must be idle."""
         if not self.is_recording:
             return
+        # First: if stopping fails, it is not tried again.
         self.is_recording = False
         self.steps = range(0)
         try:

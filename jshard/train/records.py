@@ -79,6 +79,7 @@ class Trackers:
     def close(self) -> None:
         """Closes every tracker, even if one of them fails."""
         with contextlib.ExitStack() as stack:
+            # Runs last, and in any case: also if a `warn` raises.
             stack.callback(self.close_needed)
             while self._optional:
                 tracker = self._optional.pop(0)
@@ -90,6 +91,7 @@ class Trackers:
     def close_needed(self) -> None:
         """Closes only the needed trackers: the optional ones may wait for files written after the last step."""
         with contextlib.ExitStack() as stack:
+            # Callbacks run in reverse order: this closes the trackers in theirs, each even if another fails.
             for tracker in reversed(self._needed):
                 stack.callback(tracker.close)
             self._needed.clear()
@@ -135,6 +137,7 @@ class Jsonl:
             if resume_after is None:
                 _create(self._path)
             elif self._path.exists():
+                # The steps after it are done again, and would be in the record twice.
                 _cut_back(self._path, resume_after)
             number = open_in_place(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._file = os.fdopen(number, "ab", buffering=0)

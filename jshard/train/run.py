@@ -64,6 +64,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
     loader = _loader(options.data, recipe, recipe.batch_size, options.mesh, options.workers)
     eval_loader = _loader(options.data, recipe, recipe.batch_size // recipe.accumulate, options.mesh)
     _check_initial_parameters(model_file, recipe, options)
+    # Before the folder is opened: it refuses a machine without room for the copies.
     copies = None
     if options.keep_in_memory is not None:
         state = abstract_state(model_file, recipe, options.mesh)
@@ -124,6 +125,7 @@ def _check_initial_parameters(model_file: ModelFile, recipe: Recipe, options: Ru
     series = place_of(options.command_options.get("checkpoints") or Path(options.out) / OF_A_RUN)
     # Looked up in any case, and now: a bucket may be missing, or refuse the user.
     is_begun = bool(steps_in(series))
+    # A run with checkpoints of its own does not read them again, so the source may be gone by then.
     if options.init_from is None or (options.resume and is_begun):
         return
     check_source(model_file, recipe, options.mesh, options.init_from, extra=options.extra)
@@ -169,6 +171,7 @@ def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer | None) -> None:
     """Checks that the model has a row for every id of the tokenizer."""
     if tokenizer is None:
         return
+    # By convention: a model file may call it otherwise, and is then not checked.
     rows = getattr(recipe.model, "vocab_size", None)
     num_ids = tokenizer.vocab_size
     if isinstance(rows, int) and rows < num_ids:

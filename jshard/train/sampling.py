@@ -100,6 +100,7 @@ class Sampler:
                 view = global_view()
             with view:
                 scores_BTV, past = _decode(model, tokens_BT, past, position)
+            # All rows are equal. A model may have more rows than the tokenizer has ids.
             return scores_BTV[0, :, :num_ids].astype(jnp.float32), past
 
         def begin(
@@ -125,6 +126,7 @@ class Sampler:
         window = text[-self._window :]
         step = None
         while len(text) < end:
+            # Always one length, so that one program reads every window.
             padded = np.zeros(self._window, np.int32)  # a decoder does not see later tokens
             padded[: len(window)] = window
             token, past = self._begin(self._leaves, padded, np.int32(len(window)), np.int32(len(text)))
@@ -154,6 +156,7 @@ def _decode(model: Any, tokens_BT: jax.Array, past: Cache, position: ArrayLike) 
         return model.decode(tokens_BT, past, position)
     if past is None:
         return model(tokens_BT), tokens_BT
+    # Later positions of the window have padding, which a decoder does not see.
     past = jax.lax.dynamic_update_slice_in_dim(past, tokens_BT, position, axis=1)
     return jax.lax.dynamic_slice_in_dim(model(past), position, 1, axis=1), past
 

@@ -232,6 +232,7 @@ class TensorBoard:
         folder = expanded(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = package.RecordWriter(str(folder / _event_file(folder)))
+        # Each event file begins with its version.
         self._write(file_version="brain.Event:2")
         if resume_after is not None:
             # TensorBoard hides all events of earlier files from this step on: the run repeats them.
@@ -302,6 +303,7 @@ class WeightsAndBiases:
                 # The id of before: W&B then adds to the run that it has, instead of beginning another one.
                 id=_run_id(self._folder / "wandb" / "run_id", resume_after is not None),
                 resume="allow",
+                # It would otherwise capture the output of the run.
                 settings=self._wandb.Settings(console="off", finish_timeout=_WANDB_FINISH_S),
             )
         except Exception as error:
@@ -380,6 +382,7 @@ def _event_file(folder: Path) -> str:
         stamp = path.name.split(".")[3]
         if stamp.isdecimal():
             newest = max(newest, int(stamp))
+    # Two starts within a second, or a clock that was set back, get different names in the right order.
     stamp_s = max(int(time.time()), newest + 1)
     return f"events.out.tfevents.{stamp_s:010d}.{socket.gethostname()}"
 

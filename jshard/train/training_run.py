@@ -82,6 +82,7 @@ class TrainingRun:
             with self._watching(), self.at_the_end:
                 with self.stop:
                     model, fitted = self._train(loader, eval_loader)
+                # The state is saved, so signals have their usual effect again.
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
             cause = "done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}"
@@ -154,6 +155,7 @@ class TrainingRun:
         tracker, print_line = self._open_record(step, start_step, trackers)
         start_sample = self.folder.samples_before(start_step)
         profile = self._profile(step, start_step, print_line)
+        # By samples, not steps: the batch size of a resumed run may have changed.
         batches = loader.train(self.recipe.num_steps, start_step=start_step, start_sample=start_sample)
         self.folder.trains()  # from here on the time of the attempt counts as productive
         try:
@@ -210,6 +212,7 @@ class TrainingRun:
         launch.set_phase("searching for a NaN")  # a phase without a deadline: it runs one operation at a time
         names = " and ".join(not_finite)
         self.options.say(f"searching for the NaN/inf in {names} of step {step}, operation by operation ...")
+        # The model is built once more, and there may be no memory for both.
         trained.delete()
         model, source = self.checkpoints.model_before(start_step, self.options.init_from)
         return explained(self.model_file, self.recipe, model, batch, step=step, not_finite=not_finite, source=source)
