@@ -39,7 +39,7 @@ class LiveLine:
 
     @property
     def columns(self) -> int:
-        """The available width; the last column stays free, as filling it starts a new line."""
+        """Returns the available width; the last column stays free, as filling it starts a new line."""
         return max(shutil.get_terminal_size().columns - 1, 1)
 
     def rewrite(self, line: str) -> None:

@@ -29,12 +29,12 @@ def is_primary() -> bool:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Every process passes a string and receives those of all, by process; for the main thread."""
+    """Exchanges a string of every process; returns those of all, by process. For the main thread."""
     return exchange("texts", text)
 
 
 def exchange(topic: str, value: object, *, timeout_s: float = _LONG_S, left: list[str] | None = None) -> list[Any]:
-    """Every process passes a value and receives those of all; waits until all have called.
+    """Exchanges a value of every process: returns those of all, once all have called.
 
     Args:
         topic: a name; calls with the same topic must be in the same order in every process.
@@ -77,7 +77,7 @@ def all_or_none(
     timeout_s: float = _LONG_S,
     left: list[str] | None = None,
 ) -> list[Any]:
-    """All processes continue, or none: if one reports an error, all raise. Every process calls it.
+    """Lets all processes continue, or none: if one reports an error, all raise. Every process calls it.
 
     Args:
         topic: a name for this point; the same in all processes.

@@ -101,7 +101,7 @@ class Occupancy:
 
     @property
     def padded_bytes(self) -> int:
-        """`smem_pad_bytes`, rounded up: buffers begin at multiples of 1,024."""
+        """Returns `smem_pad_bytes`, rounded up: buffers begin at multiples of 1,024."""
         return -(-self.smem_pad_bytes // 1024) * 1024
 
 
@@ -229,12 +229,12 @@ class KernelRun:
 
     @property
     def is_plain(self) -> bool:
-        """Whether XLA compiles the twin."""
+        """Returns whether XLA compiles the twin."""
         return self.form == "xla"
 
     @property
     def interpret(self) -> bool:
-        """Whether the kernel runs step by step on a CPU."""
+        """Returns whether the kernel runs step by step on a CPU."""
         return self.form == "interpret"
 
     def named(self) -> AbstractContextManager[object]:

@@ -371,7 +371,7 @@ def _run_rows(
         return _compat.pallas_load(ref, index, interpret=call.interpret).astype(jnp.float32)
 
     def body(*refs: Any) -> None:
-        """Each row of a block, one after another; its part of the sums stays in registers until the end."""
+        """Computes the rows of a block, one after another; its part of the sums stays in registers until the end."""
         x_refs, v_refs, out_refs, sum_refs = _divided(refs, [len(xs), len(vectors), num_out, num_sums])
         loaded_vectors = [load(ref, slice(None)) for ref in v_refs]
 

@@ -56,7 +56,7 @@ class MatrixPart:
 
     @property
     def spec(self) -> PartitionSpec | None:
-        """The spec of the part's matrix; None if it takes no sharded one."""
+        """Returns the spec of the part's matrix; None if it takes no sharded one."""
         for spec in self.specs:
             if spec is not None:
                 return spec
@@ -64,7 +64,7 @@ class MatrixPart:
 
     @property
     def kind(self) -> Hashable:
-        """Equal for parts that can be batched: the same equations, of arrays of the same types and specs."""
+        """Returns a key that parts share if they can be batched: equal equations, of arrays of equal types and specs."""
         # The text has no arrays, and needs none: arrays that the update captured are inputs of the part.
         types = tuple(str(variable.aval) for variable in self.inputs)
         return str(self.program), types, self.specs  # as text, because programs are equal only to themselves

@@ -240,7 +240,7 @@ class RunFolder:
     def _record_attempts(self, attempts: list[Attempt]) -> None:
         self._attempts = attempts
         with _writing(self.path):
-            # Two figures for readers of the file; jshard computes them again from the attempts.
+            # The two figures are for readers of the file: jshard computes them from the attempts each time.
             changes = {"attempts": attempts, "ettr": ettr(attempts), "paused_s": paused_s(attempts)}
             _write(self.path, _read(self.path) | changes)
 

@@ -155,7 +155,7 @@ class TrainingRun:
         tracker, print_line = self._open_record(step, start_step, trackers)
         start_sample = self.folder.samples_before(start_step)
         profile = self._profile(step, start_step, print_line)
-        # By samples, not steps: the batch size of a resumed run may have changed.
+        # Both counts: with a batch size that has changed, samples do not follow from steps.
         batches = loader.train(self.recipe.num_steps, start_step=start_step, start_sample=start_sample)
         self.folder.trains()  # from here on the time of the attempt counts as productive
         try:
