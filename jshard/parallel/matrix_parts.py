@@ -64,7 +64,7 @@ class MatrixPart:
 
     @property
     def kind(self) -> Hashable:
-        """Returns a key that parts share if they can be batched: equal equations, of arrays of equal types and specs."""
+        """Returns a key that parts share if they can be batched: equal equations, of arrays of equal type and spec."""
         # The text has no arrays, and needs none: arrays that the update captured are inputs of the part.
         types = tuple(str(variable.aval) for variable in self.inputs)
         return str(self.program), types, self.specs  # as text, because programs are equal only to themselves
