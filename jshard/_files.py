@@ -152,6 +152,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -
             raise _not_regular(path, os.lstat(path).st_mode) from error
         raise
     try:
+        # Of the open file, as in `open_number`.
         status = os.fstat(number)
         _check_regular(path, status)
         _check_single_name(path, status)
@@ -212,6 +213,7 @@ def check_may_write(path: Path) -> None:
     Raises:
         OSError: a parent is a file, or may not be written; also on a file system that is mounted read-only.
     """
+    # The nearest parent that exists decides: all below it are made on the way.
     existing = path.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent

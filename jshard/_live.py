@@ -49,6 +49,7 @@ class LiveLine:
         with self._lock:
             # Blanks cover what is longer in the text before.
             self._write("\r" + line[:columns].ljust(min(self._width, columns)))
+            # For the blanks of the next one.
             self._width = min(len(line), columns)
 
     def leave(self, line: str = "") -> None:
@@ -144,6 +145,7 @@ def at_work(
             say(f"{what} ...")
         ticking = threading.Thread(target=_print_lines, args=(say, work, clock, plain_first_s, quiet_s))
     ticking.name = "jshard-at-work"
+    # It may be printing to a terminal that hangs: that must not keep the process alive.
     ticking.daemon = True
     ticking.start()
     is_completed = False

@@ -100,6 +100,7 @@ def all_or_none(
     try:
         reports = exchange(topic, [parts_of_error, value], timeout_s=timeout_s, left=left)
     except RunError as missing:
+        # The error of this process comes first: it may be why the others did not answer.
         if not isinstance(error, FourPartError):
             raise (error or missing) from missing.__cause__
         raise _with_missing(error, missing) from missing
@@ -203,6 +204,7 @@ class _Round:
 
     def _meet(self, place: str, text: str) -> None:
         """Publishes a string at a place, and returns once all have arrived there."""
+        # Before the barrier: who has passed it finds the strings of all.
         self._client.key_value_set(self._key(place), "=" + text, allow_overwrite=True)  # empty ones fail
         timeout_ms = int(1000 * (self._end_s - time.monotonic()))
         try:

@@ -82,6 +82,7 @@ class Keeper:
         self._server = _Server(bind_host, secrets.token_hex(16))
         port = self._server.server_address[1]
         self.environ = {ADDRESS: f"{reached_at}:{port}", TOKEN: self._server.token}
+        # A daemon: it does not keep a supervisor alive that ends without `close`.
         threading.Thread(target=self._server.serve_forever, daemon=True, name="jshard-keeper").start()
 
     def close(self) -> None:
@@ -159,6 +160,7 @@ class KeeperClient:
                     if self._connection is None:
                         self._connection = _Connection(self.address, self.token)
                     return self._connection.request(request, pieces)
+                # ValueError and RecursionError: the answer is not JSON, so this is no keeper.
                 except (OSError, ValueError, RecursionError) as error:
                     self._disconnect()
                     # Many strangers at once can displace a new connection, before its first line is read.
@@ -225,7 +227,7 @@ class _Server(socketserver.ThreadingTCPServer):
         """Allocates a part; one other of its process is kept."""
 
         def is_replaced(old: KeptPart) -> bool:
-            # `beside` is a list or None, as it comes from JSON.
+            # `beside` was JSON: it is a list, or None.
             return old.process == part.process and [old.run, old.step] != beside
 
         # Before the new part arrives: there is memory for two of each process.
@@ -241,6 +243,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def view(self, part: KeptPart) -> memoryview:
         """Returns the bytes of a part."""
         with self.lock:
+            # It keeps the memory, even if the part is dropped while it is sent.
             return memoryview(self.parts[part])
 
     def sizes(self) -> dict[KeptPart, int]:
@@ -348,6 +351,7 @@ class _Visit(socketserver.StreamRequestHandler):
             run, step = request["forget"]
             self.server.forget(run, int(step))
             return _Answer({"kept": len(self.server.parts)})
+        # Anything else is a request for the list.
         sizes = self.server.sizes()
         parts = [dataclasses.astuple(part) for part in sizes]
         return _Answer({"parts": parts, "held_bytes": sum(sizes.values())})

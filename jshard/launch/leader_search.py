@@ -230,6 +230,7 @@ class LeaderSearch:
         # Sorted, as the leader numbers them: the position of a process is its number in the attempt.
         members = sorted(address.process for address in leader.addresses.values() if address.is_member)
         if self._me not in members:
+            # A leader sends a start only to its members.
             raise BadMessageError
         # It has sent port 0 for itself: its port is the one to which this process has connected.
         host, port = leader.address

@@ -169,4 +169,5 @@ def _peer(sock: socket.socket) -> str:
         return "unknown"
     if not isinstance(name, tuple):
         return "local"
+    # A socket for both kinds of addresses reports IPv4 ones with this prefix.
     return str(name[0]).removeprefix("::ffff:")

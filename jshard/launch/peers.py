@@ -12,6 +12,7 @@ from jshard.launch.link import Link, close_all
 from jshard.launch.messages import Message, parsed
 from jshard.launch.process_status import ProcessStatus, WorkerState
 
+# As Popen reports it, or a shell around the worker.
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -234,6 +235,7 @@ class Peers:
         beat = vars(beat_of(state))
         bad = []
         for process, link in list(self._links.items()):  # a copy: links that are over are removed
+            # First: a link that was closed may have messages that are still unread.
             ending = self._hear(process, link)
             if ending is not None and process not in self._ended:
                 self._ended.add(process)

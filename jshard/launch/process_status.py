@@ -114,6 +114,7 @@ def process_status(pid: int, state: WorkerState, *, process: int, step: int | No
     """
     phase = str(state.get("phase", phases.STARTING))
     stacks = _stacks.stacks(pid)
+    # Data workers have processes of their own.
     children = _stacks_of_children(pid)
     place: tuple[str, ...] = ()
     if stacks is not None:
@@ -131,6 +132,7 @@ def process_status(pid: int, state: WorkerState, *, process: int, step: int | No
         deadline=str(state.get("deadline", "")),
         state=_stacks.state(pid),
         waits=bool(place) and any(words in place[0] for words in _WAITING_FRAMES),
+        # Short, as it is sent in a message; the end of a frame's line has the function.
         place="\n".join(line[-_FRAME_CHARACTERS:] for line in place),
         asked=state.get("stalled") == "asked",
         folder=folder,

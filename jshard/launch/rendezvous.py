@@ -131,10 +131,12 @@ class _Meeting:
     @property
     def _leads(self) -> bool:
         """Returns whether no lower process is present."""
+        # No process is below it.
         if self._me == 0:
             return True
         if not self._endpoint.addresses:  # before the first attempt
             return False
+        # Only after a round in which no lower process has answered.
         return not self._search.has_connection and self._search.rounds > 0
 
     @property
@@ -216,6 +218,7 @@ class _Meeting:
         came = sorted({self._me, *self._joined})
         number = self._number_to_start(len(came))
         if number > 0:
+            # The lowest ones: this process is among them, as all that joined have higher ids.
             return self._start(came[:number])
         ends_at_s = self._ends_at_s
         if self._is_restart:
@@ -258,6 +261,7 @@ class _Meeting:
         links = {}
         for process, request in self._joined.items():
             if process in members:
+                # By their numbers in the attempt, which differ from the ids once a process is missing.
                 links[members.index(process)] = request.link
                 for message in messages:
                     self._send(request, message)
@@ -279,6 +283,7 @@ class _Meeting:
 
     def _addresses(self, members: Sequence[int]) -> dict[int, PeerAddress]:
         """Returns how to reach the processes that came."""
+        # Of itself it states no address: the others know how they reached it, see `LeaderSearch`.
         addresses = {self._me: PeerAddress(process=self._me, host=hostname(), ip="", port=0, is_member=True)}
         for process, request in self._joined.items():
             ip = request.link.peer

@@ -94,6 +94,7 @@ class History:
         self.copy = copy or self.copy
         # As text: the next worker receives it in an environment variable.
         self.lost = f"{lost.who}: {lost.how}"
+        # By the wall clock, as it is compared with the times in run.json.
         self.lost_at = time.time()
         self.left -= 1
 

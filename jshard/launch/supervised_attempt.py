@@ -67,6 +67,7 @@ class SupervisedAttempt:
             say(f"{signal_name(self.forwarded)} again: the run ends now, unsaved. Continue it with: {self._again}")
             return stopped_code(self.forwarded or 0)
         finally:
+            # Also after an exception: no worker is left behind.
             for worker in self.workers:
                 worker.close()
             self.peers.close()
@@ -114,6 +115,7 @@ class SupervisedAttempt:
         if self.bad or not self.peers.decides:
             return
         states = self._states()
+        # One that compiles, or otherwise has no limit, does not count.
         warning = [state for state in states.values() if state.warn_s]
         if not warning:
             return
@@ -169,6 +171,7 @@ class SupervisedAttempt:
 
     def _cause(self) -> Ending | None:
         """Returns the process that was lost, once that is certain."""
+        # Process 0 has heard all endings, and its word ends the wait.
         if self.peers.verdict is not None:
             return self.peers.verdict
         if not self.bad:
@@ -275,6 +278,7 @@ class SupervisedAttempt:
         ends_at = time.monotonic() + self.deadlines.grace_s
         while time.monotonic() < ends_at and not self.signals.repeated:
             self._look()
+            # One that is stuck waits for the lost process: more time would not help it.
             if all(worker.ending is not None or is_stuck(worker.state) for worker in self.workers):
                 return
             time.sleep(TICK_S)

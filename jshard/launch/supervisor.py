@@ -51,6 +51,7 @@ def supervise(
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or never came.
     """
     open_standard_streams()  # the workers inherit them
+    # Signals first: from here on one is not lost, whatever is starting.
     with Signals() as signals, contextlib.ExitStack() as resources:
         supervisor = _Supervisor(
             command,
@@ -196,6 +197,7 @@ class _Supervisor:
         """Returns the command of a worker, which after a loss continues the run."""
         if self._history.lost is None or self._restarts is None:
             return self._command
+        # The folder, too: a run without --out has chosen a name for it.
         return self._restarts.command(self._history.folder, members.mesh)
 
     def _open_keeper(self, members: _Members) -> None:

@@ -57,6 +57,7 @@ class WorkerProcess:
         self.state: WorkerState = {}
         self._deadlines = deadlines
         self._reports, write_fd = os.pipe()
+        # The supervisor has one loop for everything, and must not wait here.
         os.set_blocking(self._reports, False)
         environ = _environ(place, deadlines, write_fd) | dict(extra or {})
         stream = None if has_stdout else subprocess.DEVNULL
@@ -144,6 +145,7 @@ class WorkerProcess:
             while data := os.read(self._reports, 65536):
                 self._heard_at_s = time.monotonic()
                 self._is_up = True
+                # What follows the last newline is the beginning of a message.
                 *lines, self._partial = (self._partial + data).split(b"\n")
                 for line in lines:
                     self.state.update(cast(WorkerState, decoded(line) or {}))
