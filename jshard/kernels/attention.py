@@ -123,6 +123,7 @@ def attention(
         # Before the form is chosen: from here on each device has all positions, and any form can run.
         q, k, v = with_all_positions(q, k, v)
     if goes_round:
+        # What the audit reports: a ring is plain arithmetic on each device.
         form = "xla"
         settings = RingSettings(is_causal, options.scale_of(q), queries_at_once or q.shape[1])
         run: Run = functools.partial(ring_attention, settings)
@@ -130,6 +131,7 @@ def attention(
         form = _choose_form(backend, q, k, options)
         run = _run_in(form, q, k, options)
 
+    # In a unit whose policy has backward run attention again, and keeps the rest.
     if note_attention():
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
@@ -169,6 +171,7 @@ def _choose_form(backend: str, q: jax.Array, k: jax.Array, options: _AttentionOp
     device = device_in_use()
     kernel = backend
     if backend == "auto":
+        # On a CPU cuDNN: its reasons then say that there is no GPU.
         kernel = "splash" if device.platform == "tpu" else "cudnn"
     if kernel == "cudnn":
         reasons = cudnn_reasons(device, q, k, options.bias)

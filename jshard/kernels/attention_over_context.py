@@ -58,6 +58,7 @@ def is_ring(requested: str, q: jax.Array, k: jax.Array, *, is_causal: bool, is_p
     for way in tried:
         if not faults[way]:
             return way == "ring"
+    # With this degree heads can be exchanged.
     fitting_degree = math.gcd(q.shape[2], num_devices)
     raise KernelError(
         "attention cannot be split over the context axis.",
@@ -112,6 +113,7 @@ def _exchanged(x: jax.Array, old: int, new: int) -> jax.Array:
     mesh = _mesh()
     tensor_degree = degree(mesh, TENSOR)
     num_heads, width = x.shape[2:]
+    # Heads are to be split over both axes afterwards, and K over one of them meanwhile.
     can_split_both = num_heads % (tensor_degree * context_degree()) == 0 and width % tensor_degree == 0
     if tensor_degree == 1 or not can_split_both:
         return exchanged(x, CONTEXT, old, new)

@@ -90,6 +90,7 @@ class ProductInputs(NamedTuple):
 def smem_bytes(product: Product, knobs: Occupancy, dtype: DTypeLike) -> int:
     """Returns the shared memory that a block requests besides its barriers."""
     itemsize = np.dtype(dtype).itemsize
+    # Each stage of the pipeline has a tile of A and one of each B.
     tile_elements = knobs.tile_m * knobs.tile_k + product.num_b * knobs.tile_k * knobs.tile_n
     operand_bytes = knobs.stages * tile_elements * itemsize
     out_bytes = math.prod(out_shape(knobs)) * itemsize
@@ -231,6 +232,7 @@ class Operands:
         for b, total in zip(bs, sums, strict=True):
             if self.product.b_transposed:
                 b = _compat.pallas_transposed(b)
+            # Asynchronous: the tensor cores read the tiles until the wait below.
             plgpu.wgmma(total, a, b)
         # Each product is an operation of its own: those of the open steps may still be running after this.
         plgpu.wgmma_wait(self._open_steps * len(sums))

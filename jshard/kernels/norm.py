@@ -178,6 +178,7 @@ def _kernel_norm(
     vectors = [scale]
     if bias is not None:
         vectors.append(bias)
+    # Outside of `_rows`, which has its own gradient: see `vary_alike`.
     varying = vary_alike(*rows, *vectors)
     normed = per_example(functools.partial(_rows, call, kind), in_axes=(0, None))
     y_RD, h_RD = cast(Arrays, normed(varying[: len(rows)], varying[len(rows) :]))
@@ -257,6 +258,7 @@ def _backward(
         scale = arrays[len(rows)]
         normal, inverse = kind.normal(h)
         scaled = dy * scale
+        # The mean square, and the mean below, depend on every element of the row.
         dx = scaled - normal * _mean(scaled * normal)
         if kind.centred:
             dx = dx - _mean(scaled)
@@ -384,6 +386,7 @@ def _run_rows(
 
         # Float32, as many rows are summed. Each block starts from zeros, and writes only to its own row of the parts.
         zeros = tuple(jnp.zeros((width,), jnp.float32) for _ in sum_refs)
+        # Each block takes its share of the rows.
         totals = plgpu.nd_loop((num_rows,), collective_axes="block", init_carry=zeros)(step)
         for ref, total in zip(sum_refs, totals, strict=True):
             ref[lax.axis_index("block")] = total

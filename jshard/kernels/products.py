@@ -73,6 +73,7 @@ def matmul(
         if call.is_plain:
             return plain_matmul(x, w, bias)
         x_MK = as_matrix(x)
+        # Outside of `_matmul`, which has its own gradient: see `vary_alike`.
         if bias is None:
             bias_N = None
             x_MK, w_KN = vary_alike(x_MK, w)
@@ -139,6 +140,7 @@ class OperandGradients(NamedTuple):
 
 def gradients(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, dy_MN: jax.Array) -> OperandGradients:
     """Computes the gradients of a product, which are products of transposed operands."""
+    # On a GPU the kernel takes operands as they are stored: no transposed copy is made.
     dx_MK = product(call, dy_MN, w_KN, kind="nt")
     dw_KN = product(call, x_MK, dy_MN, kind="tn")
     return OperandGradients(dx_MK, dw_KN)
@@ -306,6 +308,7 @@ def _mlp_backward(
         # The hidden layer again, from the activation's inputs, in float32 as in forward.
         wide_inputs = [x_MF.astype(jnp.float32) for x_MF in inputs]
         h_MF, activation_vjp = jax.vjp(functools.partial(_activated, activation), *wide_inputs)
+        # In the dtype in which forward multiplied it.
         dh_MF, dw_down = gradients(call, h_MF.astype(dtype), arrays["w_down"], dy_MD)
         d_inputs = [d_MF.astype(dtype) for d_MF in activation_vjp(dh_MF.astype(jnp.float32))]
 

@@ -88,6 +88,7 @@ def _result_types(*types: ShapedArray, settings: RingSettings) -> list[ShapedArr
     return jax.make_jaxpr(run)(*types).out_avals
 
 
+# Without a rule that splits it, the equation runs on one device: that is its meaning, and its types.
 _ring_p.def_impl(_on_one_device)
 _ring_p.def_abstract_eval(_result_types)
 mlir.register_lowering(_ring_p, mlir.lower_fun(_on_one_device, multiple_results=True))
@@ -154,6 +155,7 @@ def _on_part(num_devices: int, settings: RingSettings, *arrays: jax.Array) -> li
     q, k, v = (exchange.to_chunks(x) for x in arrays[:3])
     if len(arrays) == 3:
         ys, sums = _attend_around(num_devices, settings, q, k, v)
+        # Before the exchange: in 16 bits it sends half as much.
         ys = [y.astype(x.dtype) for y, x in zip(ys, q, strict=True)]
         return [exchange.from_chunks(ys), exchange.from_chunks(sums)]
 
@@ -290,6 +292,7 @@ def _attend_around(num_devices: int, settings: RingSettings, q: Chunks, k: Chunk
                 _chunk(v, block.keys),
                 is_diagonal=block.is_diagonal,
             )
+            # As one softmax over all keys so far: each side has its share of the sum of exponentials.
             sums_before = _chunk(sums, block.queries)
             sums_after = jnp.logaddexp(sums_before, sums_of_block)
             y = _chunk(ys, block.queries) * _exp_BTH1(sums_before - sums_after)
@@ -309,6 +312,7 @@ def _gradients_around(
     num_devices: int, settings: RingSettings, q: Chunks, k: Chunks, v: Chunks, y: Chunks, sums: Chunks, dy: Chunks
 ) -> tuple[Chunks, Chunks, Chunks]:
     """Returns the gradients of q, k and v, in float32."""
+    # Once for all blocks: they depend on the results only.
     dots = [_row_dots(y_BTHV, dy_BTHV) for y_BTHV, dy_BTHV in zip(y, dy, strict=True)]
     # In float32, as each is a sum over the blocks of all devices.
     dq = _zeros_like(q)
@@ -327,6 +331,7 @@ def _gradients_around(
                 is_diagonal=block.is_diagonal,
             )
             dq = _with_sum(dq, block.queries, of_block.dq)
+            # To the keys at hand: their gradients are on this device, too, see below.
             dk = _with_sum(dk, block.keys, of_block.dk)
             dv = _with_sum(dv, block.keys, of_block.dv)
         # They circulate with the keys and values that they belong to, and after the last step one step home.

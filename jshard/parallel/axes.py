@@ -99,6 +99,7 @@ class _AxisAssignment:
 
 def _first_match(path: str, patterns: Iterable[str]) -> str | None:
     for pattern in patterns:
+        # A `*` matches slashes, too: `*/up/kernel` is at any depth.
         if fnmatch.fnmatch(path, pattern):
             return pattern
     return None
@@ -245,4 +246,5 @@ def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:
     if EXPERT not in _compat.manual_axes():
         return x
     # Inside a `shard_map` of the caller, where `x` is this device's part.
+    # It is split along `source`: that dim is completed, and `target` is divided.
     return lax.all_to_all(x, EXPERT, split_axis=target, concat_axis=source, tiled=True)

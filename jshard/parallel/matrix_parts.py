@@ -113,6 +113,7 @@ class _PartFinder:
         """Returns the equations that mix, and notes the specs of what elementwise ones compute from a matrix."""
         mixing: set[int] = set()
         mixed: set[Var] = set()  # variables that come of a mixing equation: the sharding of their source is not theirs
+        # In their order: what an equation reads is marked by then.
         for i, eqn in enumerate(self._eqns):
             reads = self._reads(i)
             large = [variable for variable in eqn.outvars if type_of(variable).size >= MATRIX_SIZE]
@@ -130,6 +131,7 @@ class _PartFinder:
 
     def _pass_spec_on(self, source: Var, targets: Sequence[Var]) -> None:
         for target in targets:
+            # A spec names dims, so it fits arrays of the same shape only.
             if type_of(target).shape == type_of(source).shape:
                 self._specs[target] = self._specs[source]
 
@@ -148,6 +150,7 @@ class _PartFinder:
 
     def _connected(self, equations: set[int]) -> list[list[int]]:
         """Groups equations that are connected by variables, in the order of their first ones."""
+        # A forest: each equation points towards the root of its group.
         parents = {i: i for i in equations}
 
         def root(i: int) -> int:
@@ -245,6 +248,7 @@ def _is_product(eqn: JaxprEqn) -> bool:
 def _has_program(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(_has_program(element) for element in value)
+    # A closed program, or one without constants.
     return hasattr(value, "jaxpr") or hasattr(value, "eqns")
 
 

@@ -144,6 +144,7 @@ class _OwnedUpdate:
         groups: dict[Hashable, list[MatrixPart]] = collections.defaultdict(list)
         for part in parts:
             if part.spec is not None:
+                # Parts of one kind run as one program, over the matrices of all.
                 groups[part.kind].append(part)
         batches = []
         for group in groups.values():
@@ -182,6 +183,7 @@ class _OwnedUpdate:
         for batch in self._batches:
             for part in batch.parts:
                 in_batches |= part.equations
+        # The order of the program stays for what is not batched.
         tasks = []
         for i, eqn in enumerate(self._program.jaxpr.eqns):
             if i not in in_batches:

@@ -83,6 +83,7 @@ def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, know
 def attempt_ready(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Records that the first step of the last attempt may begin."""
     *earlier, last = [attempt.copy() for attempt in attempts]
+    # Of its own clock, as are the times of its lines in the record.
     last["ready"] = _moment(time.time())
     return [*earlier, last]
 
@@ -117,6 +118,7 @@ def ettr(attempts: Sequence[Attempt]) -> float | None:
 
 def paused_s(attempts: Sequence[Attempt]) -> float:
     """Returns the time between attempts that ended on request and the next ones."""
+    # Only between attempts: what follows the last one is no pause yet.
     total_s = 0.0
     for attempt, following in itertools.pairwise(attempts):
         end = attempt["end"]
@@ -176,6 +178,7 @@ def _close(attempt: Attempt, recorded: Sequence[_RecordedStep], end_s: float, ca
     attempt["cause"] = cause
     attempt["last_step"] = steps[-1].step if steps else attempt["first_step"]
     attempt["productive_s"] = _productive_s(attempt, steps)
+    # A later start may drop some: see `_drop_steps_after`.
     attempt["steps_lost"] = 0
     attempt["seconds_lost"] = 0.0
 

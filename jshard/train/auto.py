@@ -134,6 +134,7 @@ def fitted(tried: Sequence[MeasuredVariant]) -> Factors:
     for variant in ran:
         rows.append([variant.cost.compute_s / variant.step_s, variant.cost.exposed_s / variant.step_s])
         targets.append(1.0)
+    # Two more equations, of little weight: each factor equals the mean ratio.
     rows += [[_PRIOR / mean, 0.0], [0.0, _PRIOR / mean]]
     targets += [_PRIOR, _PRIOR]
     solution, *_ = np.linalg.lstsq(np.array(rows), np.array(targets), rcond=None)
@@ -161,6 +162,7 @@ def chosen_variant(
     """
     model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # it is already read
     stream = sys.stdout if is_primary() else None
+    # `with_feedback` does not say which try a measurement is.
     tries = itertools.count(1)
 
     def measure(cost: Cost) -> float:
@@ -171,6 +173,7 @@ def chosen_variant(
         return step_s
 
     with at_work("--auto: estimating every configuration", say=say, stream=stream) as work:
+        # Agreed before the search: with other machines the processes would run different programs.
         costs = Costs(model_file, recipe, _agreed(machine_here(mesh)))
         candidates = search(costs, dict(mesh.shape))
         work.result = candidates.counted
@@ -188,6 +191,7 @@ def chosen_variant(
 def _agreed(machine: Machine) -> Machine:
     """Returns the devices as the first process sees them, with the least memory, so that all try the same."""
     machines = exchange("machine", [machine.near, machine.capacity_bytes])
+    # A process sees only its own host, and hosts may differ.
     near, _ = machines[0]
     capacities = [capacity for _, capacity in machines]
     least = None

@@ -33,6 +33,7 @@ def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable
     Returns:
         The means, after waiting for the devices. A `js.WeightedMean` is the sum of its totals over that of its weights.
     """
+    # Once: the step that is trained does not run meanwhile, and so does not replace them.
     leaves = step.model_leaves
     results: list[_BatchResult] = []
     set_phase(phases.DATA)

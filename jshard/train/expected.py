@@ -165,6 +165,7 @@ class ExpectedStep:
     def _check_figures(self, actual: Figures, planned: Figures) -> None:
         """Raises an error that lists the figures which differ by more than is allowed."""
         differences = []
+        # Of both: a collective that was planned may be missing, and another one be there.
         for name in {**planned, **actual}:
             # A figure that was not planned is compared with 0: any value of it differs.
             if abs(actual[name] - planned[name]) > self.within * planned[name]:
@@ -241,6 +242,7 @@ def _is_same(requested: object, planned: object) -> bool:
 
 
 def _split_axes(mesh: Mapping[str, int]) -> dict[str, int]:
+    # An axis of degree 1 splits nothing, whether it is named or not.
     return {axis: degree for axis, degree in mesh.items() if degree > 1}
 
 

@@ -67,6 +67,7 @@ class Trackers:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Passes the scalars to every tracker."""
+        # First, so that the record has the step, whatever an optional one does.
         for tracker in self._needed:
             tracker.log(step, scalars)
         for tracker in tuple(self._optional):  # a copy: one that fails is removed
@@ -140,6 +141,7 @@ class Jsonl:
                 # The steps after it are done again, and would be in the record twice.
                 _cut_back(self._path, resume_after)
             number = open_in_place(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        # Without a buffer: a killed process would lose what is in it.
         self._file = os.fdopen(number, "ab", buffering=0)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -189,6 +191,7 @@ def iterate_metrics(path: str | Path) -> Iterator[MetricsLine]:
 
 def _number(value: SupportsFloat) -> int | float | None:
     """Returns a number that JSON has; None for NaN and the infinities."""
+    # Stays an integer in JSON; also one of NumPy, which `json` does not take.
     if isinstance(value, numbers.Integral):
         return int(value)
     number = float(value)

@@ -62,6 +62,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
     options = _for_this_process(options)
     _check_request(recipe, options)
     loader = _loader(options.data, recipe, recipe.batch_size, options.mesh, options.workers)
+    # Of the size of a microbatch, for which the step has memory.
     eval_loader = _loader(options.data, recipe, recipe.batch_size // recipe.accumulate, options.mesh)
     _check_initial_parameters(model_file, recipe, options)
     # Before the folder is opened: it refuses a machine without room for the copies.
@@ -158,6 +159,7 @@ def check_trackers(track: Sequence[str | Tracker]) -> None:
     All processes call it: a login is needed in the first one only, and if that has none, all raise the error.
     """
     trackers.check_trackers(track)
+    # The others have no login, and wait for the outcome.
     error = None
     if is_primary():
         try:

@@ -147,6 +147,7 @@ class RunFolder:
 
     def _open_in_first_process(self) -> list[_FolderReport]:
         """Locks the folder in the first process; returns the reports of all, or raises its error in all."""
+        # Made in every process; the reports say which one is that of the first.
         token = secrets.token_hex(8)
         error = None
         if self.is_primary:
@@ -196,6 +197,7 @@ class RunFolder:
 
         The settings there become those of this start: a run that is resumed again continues with them.
         """
+        # One writer: the others have no attempts, and `trains` and `ended` do nothing there.
         if not self.is_primary:
             return
         if isinstance(mesh, Mesh):
@@ -322,6 +324,7 @@ class RunFolder:
     def _create(self, token: str) -> None:
         """Creates the folder of a new run."""
         self.check_vacant(self.path)
+        # The lock is a file in it.
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path / _LOCK, token)
@@ -385,6 +388,7 @@ def _check_empty(path: Path) -> None:
         return
     with _writing(path):
         names = sorted(name for name in os.listdir(path) if name != _LOCK and not is_draft(name, _RECORD))
+    # Before the other error: its advice continues that run.
     if _RECORD in names:
         raise ShardingError(
             "The folder holds another run.",
@@ -464,6 +468,7 @@ def _writing(path: Path) -> Iterator[None]:
         name = errno.errorcode.get(error.errno or 0, error.errno)
         why = f"{error.strerror} ({name}): {error.filename or path}."
         if error.errno in _BROKEN_DISK:
+            # A failed disk is no fault of the request, so the run can be resumed: a RunError.
             do = "repair the disk." if error.errno == errno.EIO else "make room."
             raise RunError("The folder of the run could not be written.", where=str(path), why=why, do=do) from error
         raise ShardingError(

@@ -83,6 +83,7 @@ def checked_record(value: object) -> StoredRecord:
 def _check_moment(text: str | None, where: str) -> None:
     if text is None:
         return
+    # The text is only checked: the file keeps it as it was written.
     try:
         seconds_of(text)
     except (ValueError, OverflowError) as error:

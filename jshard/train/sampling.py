@@ -53,8 +53,10 @@ class Draw:
 
     def token(self, scores_V: jax.Array, number: ArrayLike) -> jax.Array:
         """Returns the token at a position of the text."""
+        # At temperature 0: the division below is not possible.
         if not self.temperature:
             return scores_V.argmax().astype(jnp.int32)
+        # Otherwise all take part, and there is nothing to cut.
         if 0 < self.top_k < scores_V.size:
             highest_K, _ = jax.lax.top_k(scores_V, self.top_k)
             scores_V = jnp.where(scores_V < highest_K[-1], -jnp.inf, scores_V)
@@ -84,6 +86,7 @@ class Sampler:
     """
 
     def __init__(self, model: nnx.Module, mesh: Mesh, *, window: int, num_ids: int, draw: Draw) -> None:
+        # The arrays are arguments of the programs: closed over, they would be constants in them.
         graphdef, state = nnx.split(inference_view(model))
         self._leaves, tree = jax.tree.flatten(state)
         self._window = window
@@ -133,6 +136,7 @@ class Sampler:
             text.append(int(token))
             if step is None:  # the cache of every window has the same shardings
                 step = self._step_for(past)
+            # Until the window is full, or the text is complete.
             last_position = min(self._window, len(window) + end - len(text))
             for position in range(len(window), last_position):
                 token, past = step(self._leaves, past, token, np.int32(position), np.int32(len(text)))

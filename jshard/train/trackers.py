@@ -204,6 +204,7 @@ def open_trackers(
     requested = tuple(track)
     check_trackers(requested)
     run = TrackedRun(folder=expanded(out), config=config, resume_after=resume_after)
+    # Each once: two writers would write into one folder.
     names = dict.fromkeys(names_in(requested))
     # Services first: if one refuses the run, no file of another tracker was created.
     ordered = sorted(names, key=lambda name: not _trackers[name].is_service)
@@ -367,6 +368,7 @@ def _log_in(wandb: Any) -> None:
 
 
 def _run_id(path: Path, resumed: bool) -> str:
+    # A new run never continues the record of another one.
     if resumed and path.exists():
         return read_bytes(path, _RUN_ID_BYTES, follow=False).decode(errors="replace").strip()
     path.parent.mkdir(parents=True, exist_ok=True)

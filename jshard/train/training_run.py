@@ -85,6 +85,7 @@ class TrainingRun:
                 # The state is saved, so signals have their usual effect again.
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
+            # Also a stop is on request: the time until the next start is a pause.
             cause = "done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}"
             self.folder.ended(cause, on_request=True)
             self._say_attempts()
@@ -94,6 +95,7 @@ class TrainingRun:
             if isinstance(error, FourPartError):
                 with contextlib.suppress(FourPartError):
                     self.folder.ended(f"{type(error).__name__}: {error.what}")
+            # A run that was refused has nothing to continue.
             if self.checkpoints.is_begun:
                 error.add_note(self.checkpoints.how_to_continue())
             raise
@@ -102,6 +104,7 @@ class TrainingRun:
         """Restores or creates the state, and does the steps that are left; returns the model after the last one."""
         model, optimizer, start_step = self.checkpoints.state(self.options.init_from)
         self._say_loss_scale(optimizer)
+        # Nothing is compiled, and no start is recorded.
         if start_step >= self.recipe.num_steps:
             self._say_nothing_is_left(start_step)
             return model, Fitted(start_step)
@@ -150,6 +153,7 @@ class TrainingRun:
     ) -> Fitted:
         """Runs the loop, with evaluations and checkpoints."""
         eval_batch = batch_like(self.options.data, eval_loader.batch_size, self.options.mesh)
+        # Before the first step: a fault in it ends the run now, and not after hours.
         with self._at_work("compiling the evaluation"):
             eval_step = EvalStep(self.model_file.loss_fn, step, eval_batch)
         tracker, print_line = self._open_record(step, start_step, trackers)
@@ -302,6 +306,7 @@ class TrainingRun:
 
     def _sample(self, model: nnx.Module, fitted: Fitted) -> str | None:
         """Generates text with the model at the end: all processes take part, but one may not get this far."""
+        # A run that is stopped has little time left.
         if fitted.stopped_by is not None or self.options.sample_tokens <= 0:
             return None
         launch.set_phase(phases.SAMPLE)
