@@ -28,7 +28,7 @@ _MOST_TOML_BYTES = 1 << 16
 # Time and memory of `tomllib` grow with the square of the parts of a key: 30000 of them take gigabytes.
 _KEY_PART = r"""(?:(?<![\w-])[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?:{_KEY_PART}[ \t]*+\.[ \t]*+){{{_MOST_LEVELS}}}")
-_INT_BITS = 63  # larger integers fit neither an array's index nor a float
+_INT_BITS = 63  # those of a signed 64-bit integer; `float` raises for much larger ones
 _WHOLE = re.compile(r"[-+]?[0-9]{1,18}", re.ASCII)
 _MOST_SHOWN = 80  # characters
 _TOO_DEEP = f"it is nested more than {_MOST_LEVELS} levels deep"

@@ -219,7 +219,7 @@ def _described_devices(platform: str, requested: Topology, **description: str) -
 
 @contextlib.contextmanager
 def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Has tracing in the context target such an absent device; yields the assumptions of that as text.
+    """Makes tracing target an absent device inside the context; yields the assumptions of that, as text.
 
     cuDNN attention is such an assumption: JAX checks for the library and a GPU while tracing. Without a device, tracing
     targets the present devices, and only the check for cuDNN is answered.

@@ -182,6 +182,7 @@ def _choose_form(backend: str, q: jax.Array, k: jax.Array, options: _AttentionOp
         return kernel
     if backend != "auto":
         raise _cannot_run(kernel, device, q, reasons)
+    # A surprise: the device has the kernel, and these arrays do not suit it.
     if not reasons.of_device and is_16_bits(q):  # the kernel is not expected in 32 bits
         _compat.warn_user(
             f"attention runs in plain form, which makes arrays of {q.shape[1]} x {k.shape[1]} scores for each head:"

@@ -136,6 +136,7 @@ def splash_attention(scale: float, *, is_causal: bool, lengths: jax.Array | None
     if mesh is not None and axes:
         # The compiler cannot split a kernel, and would gather the heads.
         heads = P(None, axes)
+        # Lengths are the same for all heads.
         in_specs = (heads, heads, heads, *(P() for _ in optional_lengths))
         run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=heads, axis_names=set(axes), check_vma=False)
 

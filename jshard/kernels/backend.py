@@ -213,7 +213,7 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 Backend = Literal["auto", "mosaic", "interpret", "xla"]
 BACKENDS = ("auto", "mosaic", "interpret", "xla")
-"""Forms of a kernel: Mosaic GPU, the same step by step on a CPU, and its plain twin; "auto" is the first usable one."""
+"""Forms of a kernel: Mosaic GPU, the same step by step on a CPU, its plain twin; "auto" is the first or the last."""
 
 _HOPPER = 9  # compute capability
 

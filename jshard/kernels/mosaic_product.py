@@ -293,7 +293,7 @@ def persistent(
             memory_registers=_LOADER_REGISTERS,
             in_specs=operands.specs(),
             wg_axis="warpgroup",
-            num_compute_wgs=WARPGROUPS - 1,
+            num_compute_wgs=WARPGROUPS - 1,  # the other one loads
             max_concurrent_steps=knobs.stages,
             compute_context=compute,
         )
@@ -471,6 +471,7 @@ def run(
             return persistent(product, inputs, knobs, blocks=blocks, interpret=call.interpret)
         return tiled(product, inputs, knobs, interpret=call.interpret)
 
+    # XLA's scheduler would assume that a kernel takes no time.
     with stated(knobs.latency_ns or product_ns(m, n, k, kind=call.device.kind, products=len(bs))):
         outs = launch(inputs)
     # The kernel's own type does not state over which mesh axes its results vary.

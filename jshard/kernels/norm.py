@@ -36,7 +36,7 @@ from jshard.kernels.backend import (
 
 Arrays = tuple[jax.Array, ...]
 
-LANES = 128  # threads of a warpgroup, each of which holds as many elements of a row
+LANES = 128  # threads of a warpgroup; all hold the same number of a row's elements
 MOST_WIDTH = 4096  # of a row in their registers, without spilling
 _OWN_BYTES = 4096  # of shared memory, in which the threads of a row meet, at most
 _SMALL = Occupancy(persistent=False)

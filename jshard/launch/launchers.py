@@ -226,7 +226,7 @@ def _unknown_size(environ: Environ) -> None:
     return None
 
 
-# The first one present is used: mpirun and torchrun may run in a step of Slurm, one in each node.
+# In this order, see `find_launcher`: mpirun and torchrun may run in a step of Slurm, one in each node.
 LAUNCHERS = (
     Launcher(
         kind="torchrun",

@@ -223,6 +223,7 @@ class Peers:
     @property
     def decides(self) -> bool:
         """Returns whether this supervisor decides which process was lost: that of process 0 does, if present."""
+        # One without links is alone: no other supervisor can decide for it.
         return self.process_id == 0 or not self._links
 
     @property

@@ -239,6 +239,7 @@ class SupervisedAttempt:
         if not lost.echo:
             return False
         codes = (-self.forwarded, stopped_code(self.forwarded))
+        # It ended like one that lost a peer: that peer may have been stopped by the same signal.
         return any(worker.ending is not None and worker.ending.code in codes for worker in self.workers)
 
     def _show(self, lost: Ending) -> bool:

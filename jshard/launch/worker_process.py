@@ -93,7 +93,7 @@ class WorkerProcess:
         """Reads its reports; returns its ending, once the worker has ended or was silent for too long."""
         if self.ending is not None:
             return self.ending
-        # In this order: a worker that ends between the two has written its last report before.
+        # In this order: once the worker has ended, all its reports are in the pipe.
         code = self._process.poll()
         self._read_reports()
         # Before the first beat it imports, which takes long on a cold file system.

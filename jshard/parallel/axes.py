@@ -141,6 +141,7 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
     _check_divisible(x, entries, degrees, where)
     spec = spec_over(tuple(degrees), entries)
     if mesh is None:
+        # Inside a `shard_map`: JAX's context has the mesh.
         return lax.with_sharding_constraint(x, spec)
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 

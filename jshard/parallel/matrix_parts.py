@@ -235,6 +235,7 @@ class _PartFinder:
         for i in equations:
             for variable in self._eqns[i].outvars:
                 has_other_readers = not self._readers[variable] <= of_part
+                # A variable that only the part reads stays inside of it.
                 if variable in self._results or has_other_readers:
                     outputs.append(variable)
         return outputs

@@ -70,6 +70,7 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
     plain = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        # Set by `js.shard_optimizer` while it updates.
         layout = update_layout.get()
         if layout is None:
             raise CallError(

@@ -131,7 +131,7 @@ class RunFolder:
             undo.callback(folder.close)
             reports = folder._open_in_first_process()
             if folder.is_primary and not resume:
-                # The run has not begun: a refusal from here on leaves an empty folder behind.
+                # The run has not begun: a refusal from here on leaves a folder with only its lock.
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
             hosts = [report["host"] for report in reports]
             # Now, and not by the first process alone: each has read its own model file and data.
