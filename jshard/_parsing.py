@@ -93,7 +93,6 @@ def _reason(error: ValueError) -> str:
 
 def _check_levels(value: object) -> None:
     """Raises a FormError for a value that is nested too deeply; by itself it needs no stack."""
-    # Level by level.
     containers = [value]
     for _ in range(_MOST_LEVELS):
         inner: list[object] = []
@@ -147,7 +146,7 @@ def check_writable_values(value: object, *, finite: bool) -> None:
     Raises:
         FormError: a text or a key cannot be written to a file or name one, or a number is not finite.
     """
-    # A list instead of recursion: the depth of a value is not limited here.
+    # A list instead of recursion, for which a value may be too deep.
     unchecked = [value]
     while unchecked:
         item = unchecked.pop()

@@ -471,7 +471,7 @@ def run(
             return persistent(product, inputs, knobs, blocks=blocks, interpret=call.interpret)
         return tiled(product, inputs, knobs, interpret=call.interpret)
 
-    # XLA's scheduler would assume that a kernel takes no time.
+    # Without it XLA's scheduler assumes that a kernel takes no time.
     with stated(knobs.latency_ns or product_ns(m, n, k, kind=call.device.kind, products=len(bs))):
         outs = launch(inputs)
     # The kernel's own type does not state over which mesh axes its results vary.

@@ -70,7 +70,7 @@ class Deadlines:
     @property
     def beat_s(self) -> float:
         """Returns the interval between two signs of life."""
-        # A few may be late or lost before a process counts as silent.
+        # Several fit into the limit: a late one is no loss yet.
         return min(2.0, self.peer_s / 4)
 
 

@@ -126,7 +126,7 @@ def _check_initial_parameters(model_file: ModelFile, recipe: Recipe, options: Ru
     series = place_of(options.command_options.get("checkpoints") or Path(options.out) / OF_A_RUN)
     # Looked up in any case, and now: a bucket may be missing, or refuse the user.
     is_begun = bool(steps_in(series))
-    # A run with checkpoints of its own does not read them again, so the source may be gone by then.
+    # A run that continues from its own checkpoints does not read the source again, which may be gone.
     if options.init_from is None or (options.resume and is_begun):
         return
     check_source(model_file, recipe, options.mesh, options.init_from, extra=options.extra)

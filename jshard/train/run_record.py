@@ -100,7 +100,7 @@ class RunRecord:
         num_changes = len(lines)
         # By the fingerprint: the same text may have moved to another folder.
         if stored_data["fingerprint"] != self.data["fingerprint"]:
-            # One change, and two lines: descriptions are long.
+            # One change, in two lines: descriptions are long.
             num_changes += 1
             lines.append(f"data  stored {_data_text(stored_data)}")
             lines.append(f"      wanted {_data_text(self.data)}")
