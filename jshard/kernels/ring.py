@@ -198,7 +198,7 @@ class _Zigzag:
             route = []
             for device in range(num_devices):
                 chunk = 2 * device + side
-                # Of the 2N chunks, device c processes chunk c of the first half, and device 2N-1-c chunk c of the second.
+                # Device c processes chunk c if it is in the first half of the sequence, and device 2N-1-c otherwise.
                 route.append((device, min(chunk, 2 * num_devices - 1 - chunk)))
             self._routes.append(route)
         # The first route takes the even chunks. Of i and 2N-1-i, the chunks of device i, one is even and one is odd.

@@ -58,6 +58,7 @@ def plans(gpu: GpuFacts, block: Block, comm: CommFootprint, *, persistent: bool 
         blocks_per_sm = 1 if persistent else resident(gpu, block)
         why = "the collective takes no multiprocessor."
         return (Plan(how="as it is", blocks_per_sm=blocks_per_sm, why=why),)
+    # `reserved_for` divides by its resident blocks: a block that cannot run has none.
     check(gpu, comm_block)
     if persistent:
         return _persistent_plans(gpu, block, comm, comm_block)

@@ -230,7 +230,8 @@ class _MatrixBatch:
         dims: list[int | None] = []
         for position, spec in enumerate(first.specs):
             variables = [part.inputs[position] for part in self.parts]
-            if len(set(variables)) == 1:  # such as a step size
+            # Such as a step size; or the only matrix of a batch, which the compiler moves for the constraints below.
+            if len(set(variables)) == 1:
                 values.append(known[variables[0]])
                 dims.append(None)
                 continue
