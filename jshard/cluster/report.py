@@ -197,6 +197,7 @@ class ClusterPlan(Printed):
     def _memory_notes(self) -> list[str]:
         """Returns lines on the memory that a run needs beside the program's."""
         device = self.topology.device
+        # The lines are about NCCL, CUDA and JAX's allocator on GPUs.
         if device.platform != "gpu" or not self.fits:
             return []
         peak_bytes = self.step.memory.peak_bytes

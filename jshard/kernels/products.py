@@ -233,6 +233,7 @@ def mlp(
     with call.named():
         if call.is_plain:
             firsts = [arrays[name] for name in _firsts(arrays)]
+            # The hidden layer is rounded to the dtype in between, as what the first kernel writes is.
             return plain_matmul(plain_hidden(x, firsts, b_up, activation), w_down, b_down)
         return _kernel_mlp(call, activation, arrays)
 
@@ -295,6 +296,7 @@ def _mlp_forward(
 ) -> tuple[jax.Array, tuple]:
     arrays = {"x": x_MD, **weights}
     h_MF, inputs = _hidden(call, activation, arrays, keep=True)
+    # In 16 bits, as the kernel has written them.
     residuals = (arrays, inputs)
     return _down(call, h_MF, arrays), residuals
 

@@ -100,6 +100,7 @@ class Cluster:
     @property
     def host(self) -> str:
         """Returns the machine of process 0."""
+        # The brackets of an IPv6 address are no part of it.
         return self.coordinator.rpartition(":")[0].strip("[]")
 
     @property

@@ -74,6 +74,7 @@ def _exit_code(error: FourPartError) -> int:
     """Returns the exit code of a run that an error has ended."""
     if is_request(error):
         return REQUEST
+    # Enough may come the next time.
     if isinstance(error, NotRestarted):
         return RESUME
     return 1

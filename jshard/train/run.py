@@ -97,7 +97,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
 
 
 def _for_this_process(options: RunOptions) -> RunOptions:
-    """Returns the options with full paths; only the first process prints."""
+    """Returns the options with the home folder in place of `~` in paths; only the first process prints."""
     init_from = options.init_from
     if init_from is not None:
         init_from = expanded(init_from)

@@ -62,7 +62,7 @@ class TrainingRun:
     """One start of a run.
 
     Attributes:
-        options: with full paths; its `say` prints in the first process only.
+        options: without `~` in paths; its `say` prints in the first process only.
         folder: locked.
         stop: catches signals while the run trains.
         at_the_end: closes what the sample and the plot at the end still need.
