@@ -32,6 +32,7 @@ def safe_path() -> Iterator[None]:
 
     A process that it starts calls `forget_safe_path`, or its own children would inherit this.
     """
+    # Set by the user, whose own value stays.
     if _SAFE_PATH in os.environ:
         yield
         return

@@ -124,6 +124,7 @@ def read_named(path: str | os.PathLike[str], most_bytes: int = METADATA_BYTES) -
         UnsafeFileError: it has more bytes than that.
         OSError: it does not exist, or cannot be read.
     """
+    # Unlike `open_regular` this waits for the writer of a pipe.
     with open(path, "rb", buffering=0) as file:
         content = _read_up_to(file, most_bytes + 1)
     if len(content) > most_bytes:
@@ -151,6 +152,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -
             raise _not_regular(path, os.lstat(path).st_mode) from error
         raise
     try:
+        # Of the open file, as in `open_number`.
         status = os.fstat(number)
         _check_regular(path, status)
         _check_single_name(path, status)
@@ -174,11 +176,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     something that is there already is in the way.
     """
     path = Path(path)
+    # Beside the file, as a rename does not leave a file system; `is_draft` knows the form of the name.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     file = open_new(draft)
     try:
         with file:
             yield file
+            # On disk before it gets its name: a power cut could otherwise leave an empty file under it.
             flush(file)
         os.replace(draft, path)
     except BaseException:
@@ -209,6 +213,7 @@ def check_may_write(path: Path) -> None:
     Raises:
         OSError: a parent is a file, or may not be written; also on a file system that is mounted read-only.
     """
+    # The nearest parent that exists decides: all below it are made on the way.
     existing = path.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -236,6 +241,8 @@ def check_regular_files(folder: Path) -> None:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(Path(entry))
+                # Links to folders are not entered: they may lead back. A broken link is an error of the library that
+                # opens it.
                 elif not entry.is_file() and os.path.exists(entry) and not entry.is_dir():
                     raise _not_regular(entry.path, entry.stat().st_mode)
 

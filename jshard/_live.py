@@ -39,7 +39,7 @@ class LiveLine:
 
     @property
     def columns(self) -> int:
-        """The available width; the last column stays free, as filling it starts a new line."""
+        """Returns the available width; the last column stays free, as filling it starts a new line."""
         return max(shutil.get_terminal_size().columns - 1, 1)
 
     def rewrite(self, line: str) -> None:
@@ -49,6 +49,7 @@ class LiveLine:
         with self._lock:
             # Blanks cover what is longer in the text before.
             self._write("\r" + line[:columns].ljust(min(self._width, columns)))
+            # For the blanks of the next one.
             self._width = min(len(line), columns)
 
     def leave(self, line: str = "") -> None:
@@ -79,6 +80,7 @@ class LiveLine:
             self._stream.flush()
         except OSError:
             self._fall_silent()
+        # Python raises it for a closed stream; any other one is a fault of the program.
         except ValueError:
             if not self._stream.closed:
                 raise
@@ -135,6 +137,7 @@ def at_work(
     work = Work(what)
     line = LiveLine(stream)
     clock = _Clock()
+    # A thread of its own, as the work may occupy the main thread for minutes.
     if line.is_live:
         ticking = threading.Thread(target=_rewrite_line, args=(line, work, clock, every_s))
     else:
@@ -142,6 +145,7 @@ def at_work(
             say(f"{what} ...")
         ticking = threading.Thread(target=_print_lines, args=(say, work, clock, plain_first_s, quiet_s))
     ticking.name = "jshard-at-work"
+    # It may be printing to a terminal that hangs: that must not keep the process alive.
     ticking.daemon = True
     ticking.start()
     is_completed = False

@@ -28,7 +28,7 @@ _MOST_TOML_BYTES = 1 << 16
 # Time and memory of `tomllib` grow with the square of the parts of a key: 30000 of them take gigabytes.
 _KEY_PART = r"""(?:(?<![\w-])[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?:{_KEY_PART}[ \t]*+\.[ \t]*+){{{_MOST_LEVELS}}}")
-_INT_BITS = 63  # larger integers fit neither an array's index nor a float
+_INT_BITS = 63  # those of a signed 64-bit integer; `float` raises for much larger ones
 _WHOLE = re.compile(r"[-+]?[0-9]{1,18}", re.ASCII)
 _MOST_SHOWN = 80  # characters
 _TOO_DEEP = f"it is nested more than {_MOST_LEVELS} levels deep"
@@ -72,7 +72,7 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
         value = tomllib.loads(text)
     except RecursionError:
         raise FormError(_TOO_DEEP) from None
-    except FormError:
+    except FormError:  # also a ValueError, and complete already
         raise
     except ValueError as error:
         raise FormError(f"it is not TOML: {_reason(error)}") from error
@@ -81,6 +81,7 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
 
 
 def _decoded(raw: bytes | str) -> str:
+    # Drops the byte-order mark that some editors write first.
     return raw if isinstance(raw, str) else raw.decode("utf-8-sig")
 
 
@@ -145,6 +146,7 @@ def check_writable_values(value: object, *, finite: bool) -> None:
     Raises:
         FormError: a text or a key cannot be written to a file or name one, or a number is not finite.
     """
+    # A list instead of recursion, for which a value may be too deep.
     unchecked = [value]
     while unchecked:
         item = unchecked.pop()
@@ -177,6 +179,7 @@ def whole_number(text: str) -> int:
 
 def is_int(value: object) -> bool:
     """Returns whether a value is an integer of 64 bits, and no bool."""
+    # The exact type: bool is a subclass of int.
     return type(value) is int and value.bit_length() <= _INT_BITS
 
 
@@ -301,6 +304,7 @@ def _fault_of_fields(value: object, kind: Any, where: str) -> str | None:
         return _mismatch(value, where, "a table")
     hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
+    # A misspelt key comes first: it explains why another one is missing.
     for key in value:
         if key not in fields:
             return f"{where or 'it'} has the unknown key {shown(key)}"

@@ -29,12 +29,12 @@ def is_primary() -> bool:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Every process passes a string and receives those of all, by process; for the main thread."""
+    """Exchanges a string of every process; returns those of all, by process. For the main thread."""
     return exchange("texts", text)
 
 
 def exchange(topic: str, value: object, *, timeout_s: float = _LONG_S, left: list[str] | None = None) -> list[Any]:
-    """Every process passes a value and receives those of all; waits until all have called.
+    """Exchanges a value of every process: returns those of all, once all have called.
 
     Args:
         topic: a name; calls with the same topic must be in the same order in every process.
@@ -77,7 +77,7 @@ def all_or_none(
     timeout_s: float = _LONG_S,
     left: list[str] | None = None,
 ) -> list[Any]:
-    """All processes continue, or none: if one reports an error, all raise. Every process calls it.
+    """Lets all processes continue, or none: if one reports an error, all raise. Every process calls it.
 
     Args:
         topic: a name for this point; the same in all processes.
@@ -95,10 +95,12 @@ def all_or_none(
     Raises:
         FourPartError: another process cannot continue, or did not call.
     """
+    # A process with an error comes, too: the others wait for its report.
     parts_of_error = None if error is None else _parts(error)
     try:
         reports = exchange(topic, [parts_of_error, value], timeout_s=timeout_s, left=left)
     except RunError as missing:
+        # The error of this process comes first: it may be why the others did not answer.
         if not isinstance(error, FourPartError):
             raise (error or missing) from missing.__cause__
         raise _with_missing(error, missing) from missing
@@ -165,6 +167,7 @@ class _Round:
     def __init__(self, topic: str, timeout_s: float) -> None:
         self._topic = topic
         self._timeout_s = timeout_s
+        # For both meetings of the round together.
         self._end_s = time.monotonic() + timeout_s
         self._client = coordinator()
         self._num_processes = jax.process_count()
@@ -188,6 +191,7 @@ class _Round:
                 left[:] = unneeded
                 unneeded = previous
         except Exception:
+            # The key of each failed round stays: their count is the number of the next round.
             self._client.key_value_set(f"{root}/failed/{number}", "=", allow_overwrite=True)
             raise
         finally:
@@ -200,6 +204,7 @@ class _Round:
 
     def _meet(self, place: str, text: str) -> None:
         """Publishes a string at a place, and returns once all have arrived there."""
+        # Before the barrier: who has passed it finds the strings of all.
         self._client.key_value_set(self._key(place), "=" + text, allow_overwrite=True)  # empty ones fail
         timeout_ms = int(1000 * (self._end_s - time.monotonic()))
         try:

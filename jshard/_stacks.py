@@ -49,6 +49,7 @@ def ready(name: str) -> None:
     if _memory(os.getpid()) or not has_memory or not is_signal_free:
         return
     memory = os.memfd_create(_MEMORY)
+    # Two lines, which `stacks` reads first; the answers to signals follow.
     os.write(memory, f"{name}\n{threading.main_thread().ident:x}\n".encode())
     faulthandler.register(_SIGNAL, file=memory, all_threads=True)
 
@@ -59,6 +60,7 @@ def stacks(pid: int) -> Stacks | None:
     if memory is None:
         return None
     try:
+        # Answers are appended: only what comes after this text is the answer to the signal below.
         before = memory.read_text(errors="replace")
         name, main_ident, _ = before.split("\n", 2)
         # A stopped process would answer only when it continues.

@@ -35,7 +35,7 @@ class Chosen(Printed):
 
     @property
     def fits(self) -> bool:
-        """Whether a configuration was found."""
+        """Returns whether a configuration was found."""
         return self.best is not None
 
     def __rich__(self) -> Group:
@@ -51,6 +51,7 @@ class Chosen(Printed):
         if self.best is None:
             return "No compiled configuration fits: it needs more devices, or a smaller batch."
         lines = [f"chosen: {self.best.variant.name}", broken_line(self.best.command)]
+        # `choose` puts the requested one first.
         default = self.compiled[0]
         if not default.fits:
             lines.append("the requested configuration does not fit.")
@@ -101,11 +102,13 @@ def choose(
     command = command_line(requested, assume=bench.cluster.assume)
     compiled = [Compared(variant=Variant(name="as asked", mesh=mesh), command=command, plan=plan)]
     finalists = searched.finalists(_FINALISTS + _MORE_FINALISTS)
+    # The requested one is compiled already: it is `plan`.
     candidates = [cost for cost in finalists if cost is not searched.default]
     for number, cost in enumerate(candidates, 1):
         is_extra = number > _FINALISTS
         if is_extra and any(row.fits for row in compiled):
             break
+        # How many there will be is not known before: more only while none fits.
         count = len(candidates) if is_extra else min(len(candidates), _FINALISTS)
         compiled.append(bench.compiled(requested, cost.variant, f"{number} of {count}"))
     fitting = [row for row in compiled if row.fits]

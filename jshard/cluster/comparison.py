@@ -38,7 +38,7 @@ class Compared:
 
     @property
     def fits(self) -> bool:
-        """Whether it compiles and fits into a device's memory."""
+        """Returns whether it compiles and fits into a device's memory."""
         return self.plan is not None and self.plan.fits
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Comparison(Printed):
 
     @property
     def ranked(self) -> list[Compared]:
-        """Those that fit first, fastest first by the stated estimate; those not compiled last."""
+        """Returns those that fit first, fastest first by the stated estimate; those not compiled last."""
         return sorted(self.rows, key=_rank)
 
     def __rich__(self) -> Group:

@@ -53,7 +53,7 @@ class Variant:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Its changes to the recipe, in the form of `--set`."""
+        """Returns its changes to the recipe, in the form of `--set`."""
         if self.accumulate is None:
             return ()
         return (f"accumulate={self.accumulate}",)
@@ -73,12 +73,12 @@ class Variant:
 
     @property
     def mesh_text(self) -> str:
-        """The mesh in the form of `--mesh`."""
+        """Returns the mesh in the form of `--mesh`."""
         return _mesh_text(self.mesh)
 
     @property
     def command(self) -> str:
-        """The options that select this configuration, to be added to the requested ones."""
+        """Returns the options that select this configuration, to be added to the requested ones."""
         return shlex.join(_configuration_words(self.mesh, self.settings, self.units))
 
 

@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
 def _result(request: dict[str, Any], folder: Path) -> CompiledStep:
     """Returns the compiled step. Warnings are among its notes, because the output of the child is not shown."""
     with warnings.catch_warnings(record=True) as caught:
+        # Python shows a warning of one line only once: all are notes here.
         warnings.simplefilter("always", UserWarning)
         step = _compiled_step(CompileRequest(**request))
     messages = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
@@ -63,6 +64,7 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
     mesh = js.mesh(**request.mesh, devices=topology_devices(topology))
     assert isinstance(mesh, Mesh)  # it was created with devices
 
+    # Before the clock: the model file and the description of the devices are no part of tracing.
     start_s = time.perf_counter()
     model, lowered, notes = _traced(request, model_file, recipe, mesh, topology)
     traced_s = time.perf_counter()

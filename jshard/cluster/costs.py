@@ -67,7 +67,7 @@ class Cost:
 
     @property
     def step_s(self) -> float:
-        """The step."""
+        """Returns the seconds of a step: it computes, and waits for collectives."""
         return self.compute_s + self.exposed_s
 
 
@@ -126,7 +126,7 @@ class Costs:
 
     @functools.cached_property
     def remat(self) -> str:
-        """The remat policy of the layers, as annotated."""
+        """Returns the remat policy of the layers, as annotated."""
         return _remat_of(self._planned(_TRACED_MESH, ()).plan, self._layer_names)
 
     def held_bytes(self, mesh: Mapping[str, int]) -> int:
@@ -142,7 +142,7 @@ class Costs:
 
     @functools.cached_property
     def _layer_names(self) -> frozenset[str]:
-        """The paths of the layers that the model has many of."""
+        """Returns the paths of the layers that the model has many of."""
         model = self._model(_TRACED_MESH)
         layer_ids = {id(layer) for layer in repeated_layers(model)}
         return frozenset("/".join(map(str, path)) for path, module in modules(model) if id(module) in layer_ids)
@@ -204,12 +204,12 @@ class Costs:
 
     @functools.cached_property
     def _depths(self) -> Collection[int]:
-        """The numbers of layers that the model has of one kind."""
+        """Returns the numbers of layers that the model has of one kind."""
         return repeated_layers(self._model(_TRACED_MESH)).values()
 
     @functools.cached_property
     def _traced_rows(self) -> tuple[int, int]:
-        """The traced numbers of sequences per device, chosen so that no array looks like a stack of layers."""
+        """Returns the traced numbers of sequences per device, with which no array looks like a stack of layers."""
         taken = set()
         for depth in self._depths:
             if depth > 1:

@@ -44,7 +44,7 @@ class EstimateRange:
 
     @property
     def cases(self) -> tuple[Estimate, ...]:
-        """All three."""
+        """Returns all three."""
         return self.stated, self.fastest, self.slowest
 
     def span(self, name: str) -> tuple[float, float]:

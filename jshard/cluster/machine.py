@@ -135,7 +135,7 @@ class PlannedCluster:
 
     @property
     def assumptions(self) -> Assumptions:
-        """The assumptions of an estimate; of a known range its middle."""
+        """Returns the assumptions of an estimate; of a known range its middle."""
         stated: dict[str, float] = {}
         for name, value in self.known.items():
             stated[name] = sum(value) / 2 if isinstance(value, tuple) else value
@@ -143,7 +143,7 @@ class PlannedCluster:
 
     @property
     def assume(self) -> tuple[str, ...]:
-        """The known values in the form that `parse_known` reads."""
+        """Returns the known values in the form that `parse_known` reads."""
         texts = []
         for name, value in self.known.items():
             ends = value if isinstance(value, tuple) else (value,)
@@ -152,13 +152,13 @@ class PlannedCluster:
 
     @property
     def machine(self) -> Machine:
-        """The cluster for a search."""
+        """Returns the cluster for a search."""
         topology = self.topology
         return Machine(topology.num_devices, topology.device.hbm_bytes, topology.fast_group, self.assumptions)
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """The least certain assumptions: the limiting links' rates, the kernels' efficiency, and waiting.
+        """Returns the least certain assumptions: the limiting links' rates, the kernels' efficiency, and waiting.
 
         In a cluster larger than a fast-link group, the adapters are the limiting links; otherwise the fast links are.
         """

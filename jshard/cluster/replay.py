@@ -113,22 +113,22 @@ class Replay:
 
     @property
     def compute_s(self) -> float:
-        """Time that the computing stream worked."""
+        """Returns the time that the computing stream worked."""
         return sum(self._totals.split_s.values())
 
     @property
     def split_s(self) -> dict[str, float]:
-        """The same, by `WORKS`."""
+        """Returns the same, by `WORKS`."""
         return self._totals.split_s
 
     @property
     def communication_s(self) -> list[float]:
-        """Time of each collective over all its executions."""
+        """Returns the time of each collective over all its executions."""
         return self._totals.communication_s
 
     @property
     def exposed_s(self) -> list[float]:
-        """Time that the computing stream stood still for each collective."""
+        """Returns the time that the computing stream stood still for each collective."""
         return self._totals.exposed_s
 
     # ---- steps
@@ -165,6 +165,7 @@ class Replay:
         slowed_s = alone_s * (1 + contention)  # if collectives run all the time
         communicating_s = max(0.0, self._links_free_s - self.clock_s)
         beside_s = min(communicating_s, slowed_s)
+        # While `beside_s` passes it does what takes `beside_s / (1 + contention)` alone; the rest runs at full speed.
         seconds = alone_s + beside_s * contention / (1 + contention)
         lane = "other" if work == self._work_without_products else "matmul"
         self.spans.append(Span(lane, self.clock_s, self.clock_s + seconds, name))

@@ -56,6 +56,7 @@ def _segment_bars(segment: Segment, spans: Sequence[Span], windows: Sequence[Win
         bars.append(Bar("loops", begin_s, end_s, "loop", label, tip))
     shift_s = begin_s - segment.begin_s
     for span in spans:
+        # Cut to the segment: a collective may be in flight at both of its ends.
         first_s = max(span.begin_s, segment.begin_s)
         last_s = min(span.end_s, segment.end_s)
         if last_s > first_s:
@@ -131,24 +132,24 @@ class ClusterPlan(Printed):
 
     @property
     def topology(self) -> Topology:
-        """The mesh of the cluster."""
+        """Returns the devices of the cluster and their arrangement."""
         return self.cluster.topology
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled peak fits into a device's memory."""
+        """Returns whether the compiled peak fits into a device's memory."""
         return self.step.memory.peak_bytes <= self.topology.device.hbm_bytes
 
     @property
     def verdict(self) -> str:
-        """The peak compared with a device's memory, as text."""
+        """Returns the peak compared with a device's memory, as text."""
         peak_gib = self.step.memory.peak_bytes / 2**30
         capacity_gib = self.topology.device.hbm_bytes / 2**30
         return f"{'fits' if self.fits else 'does not fit'}: {peak_gib:.1f} GiB of {capacity_gib:.1f}"
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A line on what the estimates leave out: the replay does not model copies between device and host."""
+        """Returns a line on what the estimates leave out: the replay does not model copies from and to the host."""
         host_bytes = self.step.memory.host_bytes
         if not host_bytes:
             return ()
@@ -196,6 +197,7 @@ class ClusterPlan(Printed):
     def _memory_notes(self) -> list[str]:
         """Returns lines on the memory that a run needs beside the program's."""
         device = self.topology.device
+        # The lines are about NCCL, CUDA and JAX's allocator on GPUs.
         if device.platform != "gpu" or not self.fits:
             return []
         peak_bytes = self.step.memory.peak_bytes
@@ -319,6 +321,7 @@ class ClusterPlan(Printed):
         bars = []
         for name, plan in plans.items():
             for bar in plan._timeline():
+                # Each plan has lanes of its own.
                 bars.append(dataclasses.replace(bar, lane=f"{name}: {bar.lane}"))
         return bars
 

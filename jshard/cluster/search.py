@@ -16,7 +16,7 @@ ROOM = 0.92
 """Share of a device's memory that a configuration may use, by the estimate."""
 
 _REMATS = ("none", "dots", "full")
-_MOST_SPLITS = 16
+_MOST_SPLITS = 16  # divisors; of more only some are tried
 _EQUAL = 0.002  # relative difference below which times are equal
 
 
@@ -31,7 +31,7 @@ class Search:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The costs that some estimates do not model, one line each."""
+        """Returns the costs that some estimates do not model, one line each."""
         lines: dict[str, None] = {}  # a set that keeps the order
         for cost in (self.default, *self.ranked, *self.too_large):
             for text in cost.left_out:
@@ -40,7 +40,7 @@ class Search:
 
     @property
     def counted(self) -> str:
-        """The number of configurations, and how many of them fit."""
+        """Returns the number of configurations, and how many of them fit."""
         return f"{len(self.ranked)} of {len(self.ranked) + len(self.too_large)} configurations fit by the estimate"
 
     def finalists(self, count: int) -> tuple[Cost, ...]:
@@ -65,6 +65,7 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
     estimated = [default]
     refused: dict[str, str] = {}
     for variant in _configurations(costs, mesh):
+        # The other settings do not change whether a mesh can be annotated.
         if variant.mesh_text in refused:
             continue
         try:
@@ -74,6 +75,7 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
         except AnnotationError as error:
             refused[variant.mesh_text] = error.what
             continue
+        # The requested one is in the list already, under its own name.
         if not is_same(cost, default):
             estimated.append(cost)
 

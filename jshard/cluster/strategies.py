@@ -19,6 +19,7 @@ COMPARED = "replicate", "zero2", "zero3", "hsdp", GSPMD
 class Strategy:
     """A sharding strategy as keywords; docs/strategies.md has its memory and communication."""
 
+    # The degrees of the mesh; -1 stands for all devices that the other one leaves.
     replica: int = 1
     fsdp: int = -1
     reshard_after_forward: bool | int | None = None
@@ -47,7 +48,7 @@ strategies = {
     "zero3": Strategy(),
     "hsdp": Strategy(replica=2),
     "hsdp_zero2": Strategy(replica=2, reshard_after_forward=False),
-    "hpz": Strategy(reshard_after_forward=8),
+    "hpz": Strategy(reshard_after_forward=8),  # a usual host; `_unit_settings` has the number of a cluster
 }
 """The strategies by name."""
 
@@ -87,6 +88,7 @@ def variants_for(
             return False
 
     group = mesh[FSDP]
+    # A mesh with replicas states the groups itself.
     if num_devices == group and any(_has_replicas(name) for name in names):
         group = _smallest_group(num_devices, near, fits)
     return tuple(_variant(name, mesh, num_devices, group, near) for name in dict.fromkeys(names))

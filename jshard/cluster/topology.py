@@ -47,12 +47,12 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """The total number of devices."""
+        """Returns the total number of devices."""
         return math.prod(self.extents)
 
     @property
     def fast_group(self) -> int:
-        """The number of neighbouring devices joined by the fast links."""
+        """Returns the number of neighbouring devices joined by the fast links."""
         if self.device.platform == "tpu" or self.device.hosts_share_links:
             return min(self.num_devices, self.device.fast_group)
         gpus_per_host = self.extents[-1]
@@ -219,7 +219,7 @@ def _described_devices(platform: str, requested: Topology, **description: str) -
 
 @contextlib.contextmanager
 def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """A context in which tracing targets such an absent device; yields the assumptions of that as text.
+    """Makes tracing target an absent device inside the context; yields the assumptions of that, as text.
 
     cuDNN attention is such an assumption: JAX checks for the library and a GPU while tracing. Without a device, tracing
     targets the present devices, and only the check for cuDNN is answered.

@@ -120,8 +120,10 @@ def attention(
     goes_round = is_split and _goes_round(over_context, backend, q, k, options)
     exchanges_heads = is_split and not goes_round
     if exchanges_heads:
+        # Before the form is chosen: from here on each device has all positions, and any form can run.
         q, k, v = with_all_positions(q, k, v)
     if goes_round:
+        # What the audit reports: a ring is plain arithmetic on each device.
         form = "xla"
         settings = RingSettings(is_causal, options.scale_of(q), queries_at_once or q.shape[1])
         run: Run = functools.partial(ring_attention, settings)
@@ -129,6 +131,7 @@ def attention(
         form = _choose_form(backend, q, k, options)
         run = _run_in(form, q, k, options)
 
+    # In a unit whose policy has backward run attention again, and keeps the rest.
     if note_attention():
         run = jax.checkpoint(run)
     with jax.named_scope(scope("attention", form)):
@@ -168,6 +171,7 @@ def _choose_form(backend: str, q: jax.Array, k: jax.Array, options: _AttentionOp
     device = device_in_use()
     kernel = backend
     if backend == "auto":
+        # On a CPU cuDNN: its reasons then say that there is no GPU.
         kernel = "splash" if device.platform == "tpu" else "cudnn"
     if kernel == "cudnn":
         reasons = cudnn_reasons(device, q, k, options.bias)
@@ -178,6 +182,7 @@ def _choose_form(backend: str, q: jax.Array, k: jax.Array, options: _AttentionOp
         return kernel
     if backend != "auto":
         raise _cannot_run(kernel, device, q, reasons)
+    # A surprise: the device has the kernel, and these arrays do not suit it.
     if not reasons.of_device and is_16_bits(q):  # the kernel is not expected in 32 bits
         _compat.warn_user(
             f"attention runs in plain form, which makes arrays of {q.shape[1]} x {k.shape[1]} scores for each head:"
@@ -256,6 +261,7 @@ def _in_parts(
     ys: list[jax.Array] = []
     for start in range(0, num_queries, queries_at_once):
         end = min(start + queries_at_once, num_queries)
+        # Slices, and not only a mask: the products with keys after the part are never computed.
         first = 0
         if window is not None:
             first = max(0, start - window + 1)  # no query of the part sees earlier keys
@@ -271,6 +277,7 @@ def _attend_back(
     """Computes attention of the last T of S positions to those up to their own; backward recomputes the scores."""
     T = q_BTHK.shape[1]
     S = k_BSGK.shape[1]
+    # The last query is aligned with the last key: query t is at position S - T + t.
     mask_TS = jnp.tril(jnp.ones((T, S), bool), S - T)
     if window is not None:
         mask_TS &= jnp.triu(jnp.ones((T, S), bool), S - T - window + 1)

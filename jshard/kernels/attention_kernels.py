@@ -83,6 +83,7 @@ def splash_reasons(
         of_device.append(f"it needs a TPU, not {device.kind}")
 
     of_arrays = _dtype_reasons(q)
+    # Only in a model, whose mesh is known, can `splash_attention` split the heads by itself.
     is_split_outside_of_a_model = region_mesh() is None and bool(automatic_axes())
     if may_be_split() or is_split_outside_of_a_model:
         of_arrays.append("it needs whole arrays; outside a sharded model they may be split over the devices")
@@ -116,6 +117,7 @@ def splash_attention(scale: float, *, is_causal: bool, lengths: jax.Array | None
     """
 
     def run_examples(q_BHTK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, *lengths_B: jax.Array) -> jax.Array:
+        # Inside `shard_map` these are the heads of one device: the kernel is made for so many.
         H, T = q_BHTK.shape[1:3]
         S = k_BGSK.shape[2]
         kernel = _splash_kernel(T, S, H, is_causal=is_causal)
@@ -126,6 +128,7 @@ def splash_attention(scale: float, *, is_causal: bool, lengths: jax.Array | None
 
         return jax.vmap(run_example)(q_BHTK, k_BGSK, v_BGSK, *lengths_B)
 
+    # Lengths are passed as operands and not closed over: they are split along the examples, as q, k and v are.
     run: Callable[..., jax.Array] = per_example(run_examples)
     optional_lengths = [] if lengths is None else [lengths]
     mesh = region_mesh()
@@ -133,11 +136,12 @@ def splash_attention(scale: float, *, is_causal: bool, lengths: jax.Array | None
     if mesh is not None and axes:
         # The compiler cannot split a kernel, and would gather the heads.
         heads = P(None, axes)
+        # Lengths are the same for all heads.
         in_specs = (heads, heads, heads, *(P() for _ in optional_lengths))
         run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=heads, axis_names=set(axes), check_vma=False)
 
     def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
-        # The kernel has no factor of its own.
+        # The kernel has no factor of its own. In float32, so that the factor is not rounded to 16 bits first.
         q_BTHK = (q_BTHK * jnp.asarray(scale, jnp.float32)).astype(q_BTHK.dtype)
         heads_first = [x.swapaxes(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK)]
         y_BHTK = run(*heads_first, *optional_lengths)
@@ -161,6 +165,7 @@ def _splash_kernel(num_queries: int, num_keys: int, num_heads: int, *, is_causal
 
     shape = (num_queries, num_keys)
     if is_causal:
+        # The offset aligns the last query with the last key, as the other forms do.
         mask = splash_attention_mask.CausalMask(shape, num_keys - num_queries)
     else:
         mask = splash_attention_mask.FullMask(shape)
@@ -177,7 +182,7 @@ def _splash_kernel(num_queries: int, num_keys: int, num_heads: int, *, is_causal
             block_q_dq=block_q,
             block_kv_dq=block_kv,
         ),
-        head_shards=1,
+        head_shards=1,  # `splash_attention` splits the heads, outside of the kernel
         q_seq_shards=1,
         residual_checkpoint_name=SAVED,
     )

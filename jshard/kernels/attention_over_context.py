@@ -54,9 +54,11 @@ def is_ring(requested: str, q: jax.Array, k: jax.Array, *, is_causal: bool, is_p
         "ring": _ring_faults(q, k, num_devices, is_causal=is_causal, is_plain=is_plain),
     }
     tried = ["heads", "ring"] if requested == "auto" else [requested]
+    # In their order: heads, where they are possible, can use the kernels; a ring has only the plain form.
     for way in tried:
         if not faults[way]:
             return way == "ring"
+    # With this degree heads can be exchanged.
     fitting_degree = math.gcd(q.shape[2], num_devices)
     raise KernelError(
         "attention cannot be split over the context axis.",
@@ -89,6 +91,8 @@ def with_all_positions(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Ar
     if q.shape[2] % num_parts_with_tensor == 0:
         num_parts = num_parts_with_tensor  # then `tensor` can split the heads of each device further
     num_heads = k.shape[2]
+    # Both numbers divide the heads of q, and so does their least multiple. `jnp.repeat` puts copies beside each other:
+    # each head of q finds its own group at the same part of the heads, and so on the same device.
     repeats = math.lcm(num_heads, num_parts) // num_heads
     if repeats > 1:
         k = jnp.repeat(k, repeats, axis=2)
@@ -109,11 +113,13 @@ def _exchanged(x: jax.Array, old: int, new: int) -> jax.Array:
     mesh = _mesh()
     tensor_degree = degree(mesh, TENSOR)
     num_heads, width = x.shape[2:]
+    # Heads are to be split over both axes afterwards, and K over one of them meanwhile.
     can_split_both = num_heads % (tensor_degree * context_degree()) == 0 and width % tensor_degree == 0
     if tensor_degree == 1 or not can_split_both:
         return exchanged(x, CONTEXT, old, new)
     over_width = NamedSharding(mesh, P(None, None, None, TENSOR))
     over_heads = NamedSharding(mesh, P(None, None, TENSOR, None))
+    # Between the two constraints each device of `tensor` has all heads, and a part of each.
     x = lax.with_sharding_constraint(x, over_width)
     x = exchanged(x, CONTEXT, old, new, 3)
     return lax.with_sharding_constraint(x, over_heads)

@@ -101,7 +101,7 @@ class Occupancy:
 
     @property
     def padded_bytes(self) -> int:
-        """`smem_pad_bytes`, rounded up: buffers begin at multiples of 1,024."""
+        """Returns `smem_pad_bytes`, rounded up: buffers begin at multiples of 1,024."""
         return -(-self.smem_pad_bytes // 1024) * 1024
 
 
@@ -129,12 +129,14 @@ def fitted(knobs: Occupancy, m: int, n: int, k: int) -> Occupancy:
         tile_m=_tile(m, knobs.tile_m, knobs._row_unit),
         tile_n=_tile(n, knobs.tile_n, LEAST_TILE),
         tile_k=tile_k,
+        # More stages than steps would take shared memory for nothing; fewer than 2 are refused.
         stages=max(2, min(knobs.stages, num_steps)),
     )
 
 
 def _tile(size: int, most: int, least: int) -> int:
     """Returns the tile, from repeated halving, that pads a dim least; the largest in a tie."""
+    # Only multiples of `least`: the tensor cores take no other sizes.
     tiles = [most]
     while tiles[-1] % 2 == 0 and (tiles[-1] // 2) % least == 0:
         tiles.append(tiles[-1] // 2)
@@ -148,7 +150,7 @@ def _tile(size: int, most: int, least: int) -> int:
 # ---- how long a kernel takes, for XLA's scheduler
 
 _REACHED = 0.6  # of the peak, for both flops and bandwidth: an assumption, not measured
-_LAUNCH_NS = 2000
+_LAUNCH_NS = 2000  # to start any kernel: an assumption, too
 
 
 def product_ns(m: int, n: int, k: int, *, kind: str, products: int = 1) -> int:
@@ -211,7 +213,7 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 Backend = Literal["auto", "mosaic", "interpret", "xla"]
 BACKENDS = ("auto", "mosaic", "interpret", "xla")
-"""Forms of a kernel: Mosaic GPU, the same step by step on a CPU, and its plain twin; "auto" is the first usable one."""
+"""Forms of a kernel: Mosaic GPU, the same step by step on a CPU, its plain twin; "auto" is the first or the last."""
 
 _HOPPER = 9  # compute capability
 
@@ -227,12 +229,12 @@ class KernelRun:
 
     @property
     def is_plain(self) -> bool:
-        """Whether XLA compiles the twin."""
+        """Returns whether XLA compiles the twin."""
         return self.form == "xla"
 
     @property
     def interpret(self) -> bool:
-        """Whether the kernel runs step by step on a CPU."""
+        """Returns whether the kernel runs step by step on a CPU."""
         return self.form == "interpret"
 
     def named(self) -> AbstractContextManager[object]:
@@ -264,6 +266,7 @@ def decide(
     """
     check_known(name, "backend", backend, BACKENDS)
     device = device_in_use()
+    # A request for the plain form needs no reasons: it can always run.
     form = "xla"
     if backend != "xla":
         all_reasons = [*_device_reasons(device, backend), *_array_reasons(arrays), *reasons]
@@ -273,6 +276,7 @@ def decide(
 
 def _form(name: str, backend: Backend, device: TracedDevice, reasons: Sequence[str]) -> str:
     """Returns the form for a request other than "xla"; raises if one is requested that cannot run."""
+    # It may be unknown whether arrays are whole. A form that is named runs all the same; "auto" takes no risk.
     if backend == "auto" and (reasons or may_be_split()):
         return "xla"
     if not reasons:

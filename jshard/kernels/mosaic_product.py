@@ -90,6 +90,7 @@ class ProductInputs(NamedTuple):
 def smem_bytes(product: Product, knobs: Occupancy, dtype: DTypeLike) -> int:
     """Returns the shared memory that a block requests besides its barriers."""
     itemsize = np.dtype(dtype).itemsize
+    # Each stage of the pipeline has a tile of A and one of each B.
     tile_elements = knobs.tile_m * knobs.tile_k + product.num_b * knobs.tile_k * knobs.tile_n
     operand_bytes = knobs.stages * tile_elements * itemsize
     out_bytes = math.prod(out_shape(knobs)) * itemsize
@@ -231,7 +232,9 @@ class Operands:
         for b, total in zip(bs, sums, strict=True):
             if self.product.b_transposed:
                 b = _compat.pallas_transposed(b)
+            # Asynchronous: the tensor cores read the tiles until the wait below.
             plgpu.wgmma(total, a, b)
+        # Each product is an operation of its own: those of the open steps may still be running after this.
         plgpu.wgmma_wait(self._open_steps * len(sums))
 
 
@@ -243,6 +246,7 @@ def layout(minor: int, dtype: DTypeLike) -> tuple[plgpu.TilingTransform, plgpu.S
         dtype: of the tile.
     """
     itemsize = np.dtype(dtype).itemsize
+    # `find_swizzle` takes bits. A row of the layout is as wide as the swizzle, and the swizzle repeats after 8 rows.
     swizzle_bytes = plgpu.find_swizzle(minor * itemsize * 8)
     return plgpu.TilingTransform((8, swizzle_bytes // itemsize)), plgpu.SwizzleTransform(swizzle_bytes)
 
@@ -289,7 +293,7 @@ def persistent(
             memory_registers=_LOADER_REGISTERS,
             in_specs=operands.specs(),
             wg_axis="warpgroup",
-            num_compute_wgs=WARPGROUPS - 1,
+            num_compute_wgs=WARPGROUPS - 1,  # the other one loads
             max_concurrent_steps=knobs.stages,
             compute_context=compute,
         )
@@ -318,6 +322,7 @@ def persistent(
 
                 pipeline(step, compute)(*operands.windows(refs, tile), allocations=allocations)
 
+            # A block that ended earlier would give up the shared memory from which its last pieces are copied.
             plgpu.wait_smem_to_gmem(0)
 
         # Once for all tiles: the memory that the pipeline needs does not depend on what it computes.
@@ -330,7 +335,7 @@ def persistent(
         inputs,
         knobs,
         form="persistent",
-        grid=(min(blocks, num_tiles),),
+        grid=(min(blocks, num_tiles),),  # a block without a tile would only occupy a multiprocessor
         grid_names=("block",),
         interpret=interpret,
         num_threads=WARPGROUPS,
@@ -376,6 +381,8 @@ def _store_half(operands: Operands, refs: Refs, tile: Tile, products: Sequence[j
                 # Until the piece that was in this slot has been read, and may be overwritten.
                 plgpu.wait_smem_to_gmem(pieces.slots - 1, wait_read_only=True)
                 refs.stage[warpgroup, slot] = result.astype(refs.stage.dtype)
+                # Makes the piece visible to the copy engine, which reads memory on another path than the threads write
+                # it.
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(refs.stage.at[warpgroup, slot], out.at[piece])
                 num_stored += 1
@@ -403,6 +410,7 @@ def tiled(product: Product, inputs: ProductInputs, knobs: Occupancy, *, interpre
             refs.stage[...] = result.astype(refs.stage.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(refs.stage, out.at[tile.rows, tile.cols])
+        # As in `persistent`: the block must not end before its last copy.
         plgpu.wait_smem_to_gmem(0)
 
     return _launch(
@@ -431,6 +439,7 @@ def _products(operands: Operands, refs: Refs, tile: Tile, *, steps: int) -> tupl
             in_specs=operands.specs(),
         )
         run(*operands.windows(refs, tile))
+        # The pipeline has ended, and the products of its last step may still be running.
         plgpu.wgmma_wait(0)
         return tuple(total[...] for total in sums)
 
@@ -444,12 +453,14 @@ def run(
     call: KernelRun, product: Product, a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
     """Computes the outputs, (m, n) each, of operands of any size, which are padded to whole tiles."""
+    # Sizes before the padding: the latency and the cut of the outputs use them, too.
     m, n, k = product.sizes(a, bs[0])
     knobs = fitted(call.knobs, m, n, k)
     check_fits(product, knobs, a.dtype, call.device)
     inputs = ProductInputs(a, bs, vectors)
     if call.interpret and not _compat.interpreter_transposes():
         inputs = _transposed_in_memory(product, inputs)
+        # From here on the operands are stored as the plain product takes them.
         product = dataclasses.replace(product, a_transposed=False, b_transposed=False)
     inputs = _padded_to_tiles(product, inputs, knobs)
 
@@ -460,6 +471,7 @@ def run(
             return persistent(product, inputs, knobs, blocks=blocks, interpret=call.interpret)
         return tiled(product, inputs, knobs, interpret=call.interpret)
 
+    # Without it XLA's scheduler assumes that a kernel takes no time.
     with stated(knobs.latency_ns or product_ns(m, n, k, kind=call.device.kind, products=len(bs))):
         outs = launch(inputs)
     # The kernel's own type does not state over which mesh axes its results vary.

@@ -36,7 +36,7 @@ from jshard.kernels.backend import (
 
 Arrays = tuple[jax.Array, ...]
 
-LANES = 128  # threads of a warpgroup, each of which holds as many elements of a row
+LANES = 128  # threads of a warpgroup; all hold the same number of a row's elements
 MOST_WIDTH = 4096  # of a row in their registers, without spilling
 _OWN_BYTES = 4096  # of shared memory, in which the threads of a row meet, at most
 _SMALL = Occupancy(persistent=False)
@@ -150,9 +150,11 @@ def _norm(
         arrays["bias"] = bias
     if residual is not None:
         arrays["residual"] = residual
+    # Before the form is chosen: wrong sizes are refused in every form, also where the kernel would not run.
     _check(kind, arrays, occupancy)
     reasons = _row_reasons(x.shape[-1])
     call = decide(kind.name, backend, occupancy, arrays.values(), default=_SMALL, reasons=reasons)
+    # The plain form takes no shared memory.
     if not call.is_plain:
         _check_padding(call)
     with call.named():
@@ -176,6 +178,7 @@ def _kernel_norm(
     vectors = [scale]
     if bias is not None:
         vectors.append(bias)
+    # Outside of `_rows`, which has its own gradient: see `vary_alike`.
     varying = vary_alike(*rows, *vectors)
     normed = per_example(functools.partial(_rows, call, kind), in_axes=(0, None))
     y_RD, h_RD = cast(Arrays, normed(varying[: len(rows)], varying[len(rows) :]))
@@ -187,6 +190,7 @@ def _kernel_norm(
 
 def plain_norm(kind: _Kind, x: jax.Array, scale: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> Any:
     """Returns the same as XLA compiles it."""
+    # float64 stays float64.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     h = x.astype(wide) + (0 if residual is None else residual.astype(wide))
     normal, _ = kind.normal(h)
@@ -235,6 +239,7 @@ def _rows(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[ja
 
 def _forward(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     y_RD, h_RD = cast(Arrays, _rows(call, kind, xs, vectors))
+    # Only the sum is kept, not the normal rows: backward computes them again in registers.
     residuals = (h_RD, vectors, len(xs))
     return (y_RD, h_RD), residuals
 
@@ -253,6 +258,7 @@ def _backward(
         scale = arrays[len(rows)]
         normal, inverse = kind.normal(h)
         scaled = dy * scale
+        # The mean square, and the mean below, depend on every element of the row.
         dx = scaled - normal * _mean(scaled * normal)
         if kind.centred:
             dx = dx - _mean(scaled)
@@ -261,11 +267,12 @@ def _backward(
         return RowResults([dx], terms[: len(vectors)])
 
     with call.named():
-        # A bias has no part in the gradients.
+        # Only the scale is an operand: a bias has no part in the gradients.
         (dx_RD,), sums = _run_rows(
             call, f"{PREFIX}{kind.name}_backward", row, rows, vectors[:1], num_out=1, num_sums=len(vectors)
         )
         d_vectors = tuple(total.astype(vector.dtype) for total, vector in zip(sums, vectors, strict=True))
+        # x and the residual enter only through their sum, so their gradients are equal.
         return (dx_RD,) * num_xs, d_vectors
 
 
@@ -366,7 +373,7 @@ def _run_rows(
         return _compat.pallas_load(ref, index, interpret=call.interpret).astype(jnp.float32)
 
     def body(*refs: Any) -> None:
-        """Each row of a block, one after another; its part of the sums stays in registers until the end."""
+        """Computes the rows of a block, one after another; its part of the sums stays in registers until the end."""
         x_refs, v_refs, out_refs, sum_refs = _divided(refs, [len(xs), len(vectors), num_out, num_sums])
         loaded_vectors = [load(ref, slice(None)) for ref in v_refs]
 
@@ -377,7 +384,9 @@ def _run_rows(
                 ref[number] = out.astype(ref.dtype)
             return tuple(total + term for total, term in zip(carry, results.terms, strict=True))
 
+        # Float32, as many rows are summed. Each block starts from zeros, and writes only to its own row of the parts.
         zeros = tuple(jnp.zeros((width,), jnp.float32) for _ in sum_refs)
+        # Each block takes its share of the rows.
         totals = plgpu.nd_loop((num_rows,), collective_axes="block", init_carry=zeros)(step)
         for ref, total in zip(sum_refs, totals, strict=True):
             ref[lax.axis_index("block")] = total

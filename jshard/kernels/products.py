@@ -73,6 +73,7 @@ def matmul(
         if call.is_plain:
             return plain_matmul(x, w, bias)
         x_MK = as_matrix(x)
+        # Outside of `_matmul`, which has its own gradient: see `vary_alike`.
         if bias is None:
             bias_N = None
             x_MK, w_KN = vary_alike(x_MK, w)
@@ -96,6 +97,7 @@ def _check_matmul(arrays: dict[str, jax.Array]) -> None:
 
 def plain_matmul(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Computes the same as `matmul`, as XLA compiles it."""
+    # float64 stays float64.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     y = jnp.matmul(x, w, preferred_element_type=wide)
     if bias is not None:
@@ -138,6 +140,7 @@ class OperandGradients(NamedTuple):
 
 def gradients(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, dy_MN: jax.Array) -> OperandGradients:
     """Computes the gradients of a product, which are products of transposed operands."""
+    # On a GPU the kernel takes operands as they are stored: no transposed copy is made.
     dx_MK = product(call, dy_MN, w_KN, kind="nt")
     dw_KN = product(call, x_MK, dy_MN, kind="tn")
     return OperandGradients(dx_MK, dw_KN)
@@ -145,6 +148,7 @@ def gradients(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, dy_MN: jax.Arra
 
 def sum_of_rows(dy_MN: jax.Array) -> jax.Array:
     """Computes the gradient of a vector that was added to every row."""
+    # In float32: a sum of thousands of rows in 16 bits would lose the small terms.
     return dy_MN.sum(0, dtype=jnp.float32).astype(dy_MN.dtype)
 
 
@@ -167,7 +171,7 @@ def product(
         a_transposed=kind[0] == "t",
         b_transposed=kind[1] == "t",
         num_b=1,
-        epilogue=_sum,
+        epilogue=_sum,  # of the product and the bias, if there is one
     )
     biases = [] if bias is None else [bias]
     (y,) = run(call, kernel, a, [b], biases)
@@ -221,6 +225,7 @@ def mlp(
         >>> js.kernels.mlp(x, up, down).shape
         (8, 64)
     """
+    # x comes first: `_kernel_mlp` takes all that follow as weights.
     arguments = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "b_up": b_up, "b_down": b_down}
     arrays = {name: array for name, array in arguments.items() if array is not None}
     _check_mlp(arrays, activation)
@@ -228,6 +233,7 @@ def mlp(
     with call.named():
         if call.is_plain:
             firsts = [arrays[name] for name in _firsts(arrays)]
+            # The hidden layer is rounded to the dtype in between, as what the first kernel writes is.
             return plain_matmul(plain_hidden(x, firsts, b_up, activation), w_down, b_down)
         return _kernel_mlp(call, activation, arrays)
 
@@ -249,6 +255,7 @@ def _kernel_mlp(call: KernelRun, activation: Activation, arrays: dict[str, jax.A
     """Computes the layer on Mosaic GPU."""
     x, *weights = arrays.values()
     x_MD, *weights = vary_alike(as_matrix(x), *weights)
+    # A list of weights and their names, in one order: `vary_alike` returns arrays without names.
     names = list(arrays)[1:]
 
     def run(x_MD: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
@@ -279,6 +286,7 @@ def _activated(activation: Activation, first: jax.Array, *second: jax.Array) -> 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mlp(call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     arrays = {"x": x_MD, **weights}
+    # Without a gradient: the activation's inputs are not even written.
     h_MF, _ = _hidden(call, activation, arrays, keep=False)
     return _down(call, h_MF, arrays)
 
@@ -288,6 +296,7 @@ def _mlp_forward(
 ) -> tuple[jax.Array, tuple]:
     arrays = {"x": x_MD, **weights}
     h_MF, inputs = _hidden(call, activation, arrays, keep=True)
+    # In 16 bits, as the kernel has written them.
     residuals = (arrays, inputs)
     return _down(call, h_MF, arrays), residuals
 
@@ -301,16 +310,19 @@ def _mlp_backward(
         # The hidden layer again, from the activation's inputs, in float32 as in forward.
         wide_inputs = [x_MF.astype(jnp.float32) for x_MF in inputs]
         h_MF, activation_vjp = jax.vjp(functools.partial(_activated, activation), *wide_inputs)
+        # In the dtype in which forward multiplied it.
         dh_MF, dw_down = gradients(call, h_MF.astype(dtype), arrays["w_down"], dy_MD)
         d_inputs = [d_MF.astype(dtype) for d_MF in activation_vjp(dh_MF.astype(jnp.float32))]
 
         grads = {"w_down": dw_down}
         dxs = []
+        # `inputs` has the order of `_firsts`, and so do their gradients.
         for name, d_MF in zip(_firsts(arrays), d_inputs, strict=True):
             dx_MD, grads[name] = gradients(call, arrays["x"], arrays[name], d_MF)
             dxs.append(dx_MD)
         dx_MD = sum(dxs[1:], start=dxs[0])
         if "b_up" in arrays:
+            # The only input: a layer with this bias has no gate.
             grads["b_up"] = sum_of_rows(d_inputs[0])
         if "b_down" in arrays:
             grads["b_down"] = sum_of_rows(dy_MD)

@@ -63,6 +63,7 @@ def _forward(
 
 
 def _backward(settings: RingSettings, residuals: tuple[jax.Array, ...], dy_BTHV: jax.Array) -> tuple[jax.Array, ...]:
+    # In the order in which `_on_part` reads them; their number says that this is backward.
     return tuple(_ring_p.bind(*residuals, dy_BTHV, settings=settings))
 
 
@@ -87,6 +88,7 @@ def _result_types(*types: ShapedArray, settings: RingSettings) -> list[ShapedArr
     return jax.make_jaxpr(run)(*types).out_avals
 
 
+# Without a rule that splits it, the equation runs on one device: that is its meaning, and its types.
 _ring_p.def_impl(_on_one_device)
 _ring_p.def_abstract_eval(_result_types)
 mlir.register_lowering(_ring_p, mlir.lower_fun(_on_one_device, multiple_results=True))
@@ -125,6 +127,7 @@ def _on_heads(run: Callable[..., list[jax.Array]], eqn: JaxprEqn) -> Callable[..
         num_heads = type_of(atom).shape[2]
         if num_heads % degree:
             return run
+    # Heads of queries and of keys are split alike, so that the groups of a device are whole.
     in_specs = tuple(_split_heads(atom) for atom in eqn.invars)
     out_specs = [_split_heads(variable) for variable in eqn.outvars]
     return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
@@ -152,6 +155,7 @@ def _on_part(num_devices: int, settings: RingSettings, *arrays: jax.Array) -> li
     q, k, v = (exchange.to_chunks(x) for x in arrays[:3])
     if len(arrays) == 3:
         ys, sums = _attend_around(num_devices, settings, q, k, v)
+        # Before the exchange: in 16 bits it sends half as much.
         ys = [y.astype(x.dtype) for y, x in zip(ys, q, strict=True)]
         return [exchange.from_chunks(ys), exchange.from_chunks(sums)]
 
@@ -194,6 +198,7 @@ class _Zigzag:
             route = []
             for device in range(num_devices):
                 chunk = 2 * device + side
+                # Device c processes chunk c if it is in the first half of the sequence, and device 2N-1-c otherwise.
                 route.append((device, min(chunk, 2 * num_devices - 1 - chunk)))
             self._routes.append(route)
         # The first route takes the even chunks. Of i and 2N-1-i, the chunks of device i, one is even and one is odd.
@@ -235,6 +240,7 @@ def _blocks(num_devices: int, settings: RingSettings, step: int) -> list[_ScoreB
     """Returns the blocks of a step; with a mask, those that have any scores."""
     if num_devices == 1 or not settings.is_causal:
         return [_ScoreBlock(0, 0, settings.is_causal)]
+    # All blocks are of one size. Which ones a device has may differ, but not how many: the devices run one program.
     if step == 0:
         return [_ScoreBlock(0, 0, True), _ScoreBlock(1, 0, False), _ScoreBlock(1, 1, True)]
     # The keys are those of the device `step` places before. If that device has a lower index, both chunks attend to its
@@ -246,6 +252,7 @@ def _blocks(num_devices: int, settings: RingSettings, step: int) -> list[_ScoreB
 def _chunk(chunks: Chunks, side: Side) -> jax.Array:
     if isinstance(side, int):
         return chunks[side]
+    # Which side is known only on the device, so both chunks are operands.
     return jnp.where(side, *chunks)
 
 
@@ -265,6 +272,7 @@ def _pass_on(num_devices: int, x: Tree) -> Tree:
     """Sends arrays to the next device of the ring, and returns those of the previous one."""
     if num_devices == 1:
         return x
+    # To the next higher index: `_blocks` relies on it.
     route = [(i, (i + 1) % num_devices) for i in range(num_devices)]
     return lax.ppermute(x, CONTEXT, route)
 
@@ -274,6 +282,7 @@ def _attend_around(num_devices: int, settings: RingSettings, q: Chunks, k: Chunk
     ys = [jnp.zeros((*x.shape[:3], v[0].shape[3]), jnp.float32) for x in q]
     # Of no keys: exp(-inf) = 0 is the factor of these zeros in the first combination.
     sums = [jnp.full((x.shape[0], x.shape[2], x.shape[1]), -jnp.inf) for x in q]
+    # A device has its own keys at step 0, where each query sees at least itself: from then on no sum is infinite.
     for step in range(num_devices):
         for block in _blocks(num_devices, settings, step):
             y_of_block, sums_of_block = _attend(
@@ -283,6 +292,7 @@ def _attend_around(num_devices: int, settings: RingSettings, q: Chunks, k: Chunk
                 _chunk(v, block.keys),
                 is_diagonal=block.is_diagonal,
             )
+            # As one softmax over all keys so far: each side has its share of the sum of exponentials.
             sums_before = _chunk(sums, block.queries)
             sums_after = jnp.logaddexp(sums_before, sums_of_block)
             y = _chunk(ys, block.queries) * _exp_BTH1(sums_before - sums_after)
@@ -302,7 +312,9 @@ def _gradients_around(
     num_devices: int, settings: RingSettings, q: Chunks, k: Chunks, v: Chunks, y: Chunks, sums: Chunks, dy: Chunks
 ) -> tuple[Chunks, Chunks, Chunks]:
     """Returns the gradients of q, k and v, in float32."""
+    # Once for all blocks: they depend on the results only.
     dots = [_row_dots(y_BTHV, dy_BTHV) for y_BTHV, dy_BTHV in zip(y, dy, strict=True)]
+    # In float32, as each is a sum over the blocks of all devices.
     dq = _zeros_like(q)
     dk = _zeros_like(k)
     dv = _zeros_like(v)
@@ -319,6 +331,7 @@ def _gradients_around(
                 is_diagonal=block.is_diagonal,
             )
             dq = _with_sum(dq, block.queries, of_block.dq)
+            # To the keys at hand: their gradients are on this device, too, see below.
             dk = _with_sum(dk, block.keys, of_block.dk)
             dv = _with_sum(dv, block.keys, of_block.dv)
         # They circulate with the keys and values that they belong to, and after the last step one step home.
@@ -356,6 +369,7 @@ def _parts(
         stop = min(start + settings.queries_at_once, num_queries)
         num_seen = num_keys
         if is_diagonal:
+            # On the diagonal there are as many keys as queries: `_ring_faults` refuses other lengths.
             num_seen = stop  # the mask hides all later keys from all of these queries
         yield slice(start, stop), slice(0, num_seen)
 
@@ -369,6 +383,7 @@ def _grouped(x_BTHK: jax.Array, num_groups: int) -> jax.Array:
 def _scores(settings: RingSettings, q_BTGHK: jax.Array, k_BSGK: jax.Array, *, is_diagonal: bool) -> jax.Array:
     """Returns (B, G, H, T, S); on the diagonal the last query is aligned with the last key."""
     products = jnp.einsum("btghk,bsgk->bghts", q_BTGHK, k_BSGK, preferred_element_type=jnp.float32)
+    # After the product, in float32: the factor of a query in 16 bits would be rounded.
     scores_BGHTS = settings.scale * products
     if not is_diagonal:
         return scores_BGHTS
@@ -388,6 +403,7 @@ def _attend(
     for queries, keys in _parts(settings, T, S, is_diagonal=is_diagonal):
         q_BTGHK = _grouped(q_BTHK[:, queries], G)
         scores_BGHTS = _scores(settings, q_BTGHK, k_BSGK[:, keys], is_diagonal=is_diagonal)
+        # Never -inf: a query on the diagonal sees itself, and other blocks have no mask. `-inf - -inf` would be NaN.
         sums_BGHT = jax.nn.logsumexp(scores_BGHTS, axis=-1)
         weights_BGHTS = jnp.exp(scores_BGHTS - sums_BGHT[..., None]).astype(v_BSGV.dtype)
         y_BTGHV = jnp.einsum("bghts,bsgk->btghk", weights_BGHTS, v_BSGV[:, keys], preferred_element_type=jnp.float32)

@@ -12,6 +12,7 @@ from jshard.launch.cluster import Cluster
 
 _BACKLOG = 4096  # all processes of a large run connect at once, and strangers may, too
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+# Equal in all processes of a run, and different in another run.
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_MCA_orte_hnp_uri")
 _JOB_PORTS = 4096
 """Launchers that give no port let JAX's follow from the job number, in a range of so many."""
@@ -38,6 +39,7 @@ def bind_host(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> str:
     """
     stated = environ.get(_BIND)
     if stated:
+        # An IPv6 address is in brackets.
         host = stated.rpartition(":")[0].strip("[]")
         return "" if host in ("::", "0.0.0.0") else host
     try:
@@ -79,6 +81,7 @@ def listen(cluster: Cluster, host: str) -> socket.socket:
     try:
         return open_port(host, port)
     except OSError as error:
+        # Not 65534 below 65535: that is then the port of JAX's coordinator.
         other_port = port + 1 if port < 65535 else port - 2
         raise RunError(
             "The roll call cannot be opened.",
@@ -91,6 +94,7 @@ def listen(cluster: Cluster, host: str) -> socket.socket:
 def free_port(host: str, preferred: int) -> int:
     """Returns the preferred port, or another one if a process that has not ended yet holds it."""
     for port in (preferred, 0):
+        # Closed again: JAX opens it next, in the worker.
         with contextlib.suppress(OSError), open_port(host, port) as server:
             return server.getsockname()[1]
     return preferred

@@ -70,6 +70,7 @@ class Deadlines:
     @property
     def beat_s(self) -> float:
         """Returns the interval between two signs of life."""
+        # Several fit into the limit: a late one is no loss yet.
         return min(2.0, self.peer_s / 4)
 
 
@@ -99,6 +100,7 @@ class Cluster:
     @property
     def host(self) -> str:
         """Returns the machine of process 0."""
+        # The brackets of an IPv6 address are no part of it.
         return self.coordinator.rpartition(":")[0].strip("[]")
 
     @property

@@ -86,6 +86,7 @@ class _Detection:
     def __init__(self, environ: Environ, command: str) -> None:
         self.environ = environ
         self.command = command
+        # An empty variable counts as unset.
         self.stated = {name: environ[name] for name in _JAX if environ.get(name)}
         self.seen = {name: environ[name] for name in _REPORTED if name in environ}
         self.launcher: Launcher | None = find_launcher(environ)
@@ -104,6 +105,7 @@ class _Detection:
         if of_tpu is None:
             self._require_alone()
             return None
+        # What the user has set takes precedence.
         return of_tpu | self.stated
 
     def cluster(self, variables: Environ) -> Cluster:
@@ -114,6 +116,7 @@ class _Detection:
             kind = self.launcher.kind
         else:
             kind = "cloud tpu"
+        # From the launcher in any case: JAX has no variables for the place on a machine.
         local_id = None
         local_size = None
         if self.launcher is not None:
@@ -201,6 +204,7 @@ class _Detection:
             )
         # A way out in any case: these signs may be those of a shell in which a single process is meant.
         single = f"JAX_NUM_PROCESSES=1 {self.command}"
+        # An unset number is no sign of several tasks.
         counts = [self.environ.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")]
         if "SLURM_JOB_ID" in self.environ and counts != ["1", "1"]:
             raise ShardingError(

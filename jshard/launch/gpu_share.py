@@ -42,6 +42,7 @@ def device_ids_of(place: Cluster, environ: Mapping[str, str] = os.environ) -> di
                 do=f"a number of processes that divides {num_gpus}, or on the CPU: "
                 f"JAX_PLATFORMS=cpu jshard train ... --processes {size}",
             )
+        # JAX_LOCAL_DEVICE_IDS does not decide here: all processes would inherit the same GPUs.
         is_decided = num_gpus == 0
     else:
         # Of a single one the launcher has decided: it shows each process its own.
@@ -60,6 +61,7 @@ def _share(num_gpus: int, local_id: int, size: int | None) -> range:
         local_id: the number of the process on it.
         size: the number of processes on it; None if the launcher does not say it.
     """
+    # Without a number of processes this is one GPU each; 1 avoids a division by no GPUs.
     per_process, rest = divmod(num_gpus, size or num_gpus or 1)
     if rest or per_process == 0:  # they cannot be divided evenly: JAX's own rule
         return range(local_id, local_id + 1)

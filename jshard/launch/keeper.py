@@ -34,12 +34,12 @@ ADDRESS = "JSHARD_KEEPER"
 TOKEN = "JSHARD_KEEPER_TOKEN"
 """The environment variables that lead a worker to the keeper of its supervisor."""
 
-_ANSWER_BYTES = 1 << 20
+_ANSWER_BYTES = 1 << 20  # the longest line of an answer: the list of all parts
 _HELLO_S = 10.0  # from a connection to its token
 _IDLE_S = 600.0  # between two requests of a worker
 _STRANGERS = 256  # connections without the token
 _ANSWER_S = 60.0
-_TRIES = 3
+_TRIES = 3  # connections, if strangers displace a new one
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -82,6 +82,7 @@ class Keeper:
         self._server = _Server(bind_host, secrets.token_hex(16))
         port = self._server.server_address[1]
         self.environ = {ADDRESS: f"{reached_at}:{port}", TOKEN: self._server.token}
+        # A daemon: it does not keep a supervisor alive that ends without `close`.
         threading.Thread(target=self._server.serve_forever, daemon=True, name="jshard-keeper").start()
 
     def close(self) -> None:
@@ -159,6 +160,7 @@ class KeeperClient:
                     if self._connection is None:
                         self._connection = _Connection(self.address, self.token)
                     return self._connection.request(request, pieces)
+                # ValueError and RecursionError: the answer is not JSON, so this is no keeper.
                 except (OSError, ValueError, RecursionError) as error:
                     self._disconnect()
                     # Many strangers at once can displace a new connection, before its first line is read.
@@ -225,9 +227,12 @@ class _Server(socketserver.ThreadingTCPServer):
         """Allocates a part; one other of its process is kept."""
 
         def is_replaced(old: KeptPart) -> bool:
+            # `beside` was JSON: it is a list, or None.
             return old.process == part.process and [old.run, old.step] != beside
 
+        # Before the new part arrives: there is memory for two of each process.
         self._forget(is_replaced)
+        # An empty mapping is not possible.
         return mmap.mmap(-1, max(size, 1))  # its own memory: freed as soon as it is dropped
 
     def store(self, part: KeptPart, data: mmap.mmap) -> None:
@@ -238,6 +243,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def view(self, part: KeptPart) -> memoryview:
         """Returns the bytes of a part."""
         with self.lock:
+            # It keeps the memory, even if the part is dropped while it is sent.
             return memoryview(self.parts[part])
 
     def sizes(self) -> dict[KeptPart, int]:
@@ -308,6 +314,7 @@ class _Answer(NamedTuple):
 class _Visit(socketserver.StreamRequestHandler):
     """One connection."""
 
+    # Of each read, so a stranger may still send a byte at a time: `service_actions` ends that.
     timeout = _HELLO_S
     disable_nagle_algorithm = True
     server: _Server
@@ -324,6 +331,7 @@ class _Visit(socketserver.StreamRequestHandler):
             if request is None:
                 return
             self.server.admit(self.connection)
+            # A worker may compute for long between two copies.
             self.connection.settimeout(_IDLE_S)
             yield request
 
@@ -343,6 +351,7 @@ class _Visit(socketserver.StreamRequestHandler):
             run, step = request["forget"]
             self.server.forget(run, int(step))
             return _Answer({"kept": len(self.server.parts)})
+        # Anything else is a request for the list.
         sizes = self.server.sizes()
         parts = [dataclasses.astuple(part) for part in sizes]
         return _Answer({"parts": parts, "held_bytes": sum(sizes.values())})

@@ -14,6 +14,7 @@ Environ = Mapping[str, str]
 # If a launcher gives no port: one of the last 4096, by the job number, so that two jobs on a machine rarely meet.
 _FIRST_PORT = 61440
 _PORTS = 4096
+# Between the ports of two steps of a job: by 1, a step would have the port of the next job.
 _STEP_PORTS = 89
 _POD_PORT = "1234"
 
@@ -122,6 +123,7 @@ def _open_mpi_address(environ: Environ) -> str:
         return ""
     job, ipv4, ipv6 = match.groups()
     host = ipv4 or f"[{ipv6}]"
+    # Open MPI counts jobs in steps of 4096: the remainder would be the same for all.
     return host + _port(environ, int(job) // 4096)
 
 
@@ -224,7 +226,7 @@ def _unknown_size(environ: Environ) -> None:
     return None
 
 
-# The first one present is used: mpirun and torchrun may run in a step of Slurm, one in each node.
+# In this order, see `find_launcher`: mpirun and torchrun may run in a step of Slurm, one in each node.
 LAUNCHERS = (
     Launcher(
         kind="torchrun",

@@ -127,6 +127,7 @@ class LeaderSearch:
         try:
             if address is None:
                 raise OSError("its address is not known")
+            # The only wait of a search: the caller does nothing else meanwhile, for up to _CONNECT_S.
             connection = socket.create_connection(address, timeout=_CONNECT_S)
             self._endpoint.open_listener(connection.getsockname()[0])
         except OSError as error:
@@ -226,8 +227,10 @@ class LeaderSearch:
     def _join(self, leader: _Leader, message: object) -> JoinedAttempt:
         start = understood(AttemptStart, message)
         history = understood(History, start.history)
+        # Sorted, as the leader numbers them: the position of a process is its number in the attempt.
         members = sorted(address.process for address in leader.addresses.values() if address.is_member)
         if self._me not in members:
+            # A leader sends a start only to its members.
             raise BadMessageError
         # It has sent port 0 for itself: its port is the one to which this process has connected.
         host, port = leader.address

@@ -69,6 +69,7 @@ class Link:
         if not end:
             self._read()
             line, end, rest = self._received.partition(b"\n")
+        # Also one whose end has not arrived: a sender cannot fill the memory with a single line.
         if len(line) > LINE_BYTES:
             self.closed = True
             self._received = b""
@@ -116,6 +117,7 @@ class Link:
         if not data:
             self.closed = True
             return
+        # Any data is a sign of life, also a part of a line.
         self._heard_at_s = time.monotonic()
         self._received += data
 
@@ -167,4 +169,5 @@ def _peer(sock: socket.socket) -> str:
         return "unknown"
     if not isinstance(name, tuple):
         return "local"
+    # A socket for both kinds of addresses reports IPv4 ones with this prefix.
     return str(name[0]).removeprefix("::ffff:")

@@ -24,8 +24,8 @@ HELLO_S = 10.0
 """A connection without a valid hello for this long is closed."""
 
 _GREETING = "greeting"  # in place of a nonce
-_STRANGERS = 64
-_EXPECTED = 4096
+_STRANGERS = 64  # connections that have not sent a greeting
+_EXPECTED = 4096  # with a greeting; bounded, too, as one that was recorded can be sent again
 _ROUNDS = 64  # per call: so many times _STRANGERS connections are accepted
 
 
@@ -176,10 +176,12 @@ class Listener:
         """Answers a hello with another token, which may be that of another run at the same port."""
         self.refused += 1
         link = visitor.link
+        # Ever more rarely: strangers could fill the log.
         if self.refused in (1, 10, 100, 1000):
             number = "a hello" if self.refused == 1 else f"{self.refused} hellos so far"
             sys.stderr.write(f"port {self.port}: {number} with another token refused, from {link.peer}\n")
             sys.stderr.flush()
         link.send({"refused": 1})
+        # It stays for HELLO_S from now, to read the refusal.
         visitor.nonce = ""
         visitor.since_s = time.monotonic()

@@ -62,6 +62,7 @@ def opened(line: bytes, token: bytes, nonce: str) -> Message | None:
     if len(line) > LINE_BYTES:
         return None
     proof, _, body = line.partition(b" ")
+    # In constant time, so that the time of an answer reveals nothing of the proof.
     if not hmac.compare_digest(proof, _proof(body, token, nonce)):
         return None
     return decoded(body)
@@ -95,6 +96,7 @@ def parsed(kind: type[T], message: object) -> T | None:
 @functools.cache
 def _types(kind: type) -> dict[str, tuple[type, ...]]:
     """Returns the allowed types of each field: those of a union, or the only one."""
+    # A plain `list` or `dict` has no arguments: who uses such a field checks its items.
     return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
 
 

@@ -12,6 +12,7 @@ from jshard.launch.link import Link, close_all
 from jshard.launch.messages import Message, parsed
 from jshard.launch.process_status import ProcessStatus, WorkerState
 
+# As Popen reports it, or a shell around the worker.
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -222,6 +223,7 @@ class Peers:
     @property
     def decides(self) -> bool:
         """Returns whether this supervisor decides which process was lost: that of process 0 does, if present."""
+        # One without links is alone: no other supervisor can decide for it.
         return self.process_id == 0 or not self._links
 
     @property
@@ -234,6 +236,7 @@ class Peers:
         beat = vars(beat_of(state))
         bad = []
         for process, link in list(self._links.items()):  # a copy: links that are over are removed
+            # First: a link that was closed may have messages that are still unread.
             ending = self._hear(process, link)
             if ending is not None and process not in self._ended:
                 self._ended.add(process)
@@ -265,6 +268,7 @@ class Peers:
         """Returns the processes that have not reported their status, as if they were lost."""
         silent = []
         for process, link in self._links.items():
+            # Two beats: one may be on its way.
             if process not in self._ended and link.silent_s > 2 * self._deadlines.beat_s:
                 silent.append(Ending(process=process, host=self._host(process), silent_s=link.silent_s))
         return silent
@@ -290,6 +294,7 @@ class Peers:
                 self.beats[process] = beat
             # Once set, it stays: the run ends with it.
             self.stalled |= message.get("stalled") == 1
+            # Only process 0 decides, and only once.
             if self.process_id != 0 and self.verdict is None:
                 self.verdict = ending_of(message.get("verdict"))
             ended = ending_of(message.get("ended"))
@@ -300,5 +305,6 @@ class Peers:
         silent_s = link.silent_s if link.silent_s > self._deadlines.peer_s else None
         if silent_s is None and not link.closed:
             return None
+        # It is lost: its last beat is all that is known of it.
         step = self.beats.get(process, Beat()).step
         return Ending(process=process, host=self._host(process), silent_s=silent_s, step=step)

@@ -17,7 +17,7 @@ from jshard._files import write_text
 from jshard.errors import RunError
 from jshard.launch import phases
 
-STUCK_S = 1.0
+STUCK_S = 1.0  # in one phase, after which a process is thought to wait for a lost peer
 _FRAMES = 4  # of a thread are reported
 _FRAME_CHARACTERS = 300
 # Functions in which a main thread waits for the devices, for Orbax, or for a meeting of the processes.
@@ -90,6 +90,7 @@ class ProcessStatus:
     def order(self) -> tuple[bool, int, bool]:
         """Sorts the one that is behind to the front."""
         # A stopped process is behind however many marks it has passed: it passes no more of them.
+        # "t" is one that a debugger has stopped.
         is_active = self.state[:1].upper() != "T"
         return is_active, self.marks, self.waits
 
@@ -113,6 +114,7 @@ def process_status(pid: int, state: WorkerState, *, process: int, step: int | No
     """
     phase = str(state.get("phase", phases.STARTING))
     stacks = _stacks.stacks(pid)
+    # Data workers have processes of their own.
     children = _stacks_of_children(pid)
     place: tuple[str, ...] = ()
     if stacks is not None:
@@ -130,6 +132,7 @@ def process_status(pid: int, state: WorkerState, *, process: int, step: int | No
         deadline=str(state.get("deadline", "")),
         state=_stacks.state(pid),
         waits=bool(place) and any(words in place[0] for words in _WAITING_FRAMES),
+        # Short, as it is sent in a message; the end of a frame's line has the function.
         place="\n".join(line[-_FRAME_CHARACTERS:] for line in place),
         asked=state.get("stalled") == "asked",
         folder=folder,

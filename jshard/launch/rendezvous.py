@@ -131,10 +131,12 @@ class _Meeting:
     @property
     def _leads(self) -> bool:
         """Returns whether no lower process is present."""
+        # No process is below it.
         if self._me == 0:
             return True
         if not self._endpoint.addresses:  # before the first attempt
             return False
+        # Only after a round in which no lower process has answered.
         return not self._search.has_connection and self._search.rounds > 0
 
     @property
@@ -165,6 +167,7 @@ class _Meeting:
             if self._search.is_following or 0 <= process <= self._me:
                 listener.dismiss(request, {"elsewhere": 1})
                 continue
+            # An id that is not valid comes this far, too, and is reported.
             self._check(request)
             if process in self._joined:  # its supervisor was restarted
                 self._joined[process].link.drop()
@@ -215,6 +218,7 @@ class _Meeting:
         came = sorted({self._me, *self._joined})
         number = self._number_to_start(len(came))
         if number > 0:
+            # The lowest ones: this process is among them, as all that joined have higher ids.
             return self._start(came[:number])
         ends_at_s = self._ends_at_s
         if self._is_restart:
@@ -226,6 +230,7 @@ class _Meeting:
 
     def _drop_those_who_left(self) -> None:
         for process, request in list(self._joined.items()):
+            # The content does not matter: reading finds out whether the link is closed.
             request.link.receive()
             request.link.beat(self._deadlines.beat_s)
             if request.link.closed:  # it may return
@@ -256,6 +261,7 @@ class _Meeting:
         links = {}
         for process, request in self._joined.items():
             if process in members:
+                # By their numbers in the attempt, which differ from the ids once a process is missing.
                 links[members.index(process)] = request.link
                 for message in messages:
                     self._send(request, message)
@@ -277,6 +283,7 @@ class _Meeting:
 
     def _addresses(self, members: Sequence[int]) -> dict[int, PeerAddress]:
         """Returns how to reach the processes that came."""
+        # Of itself it states no address: the others know how they reached it, see `LeaderSearch`.
         addresses = {self._me: PeerAddress(process=self._me, host=hostname(), ip="", port=0, is_member=True)}
         for process, request in self._joined.items():
             ip = request.link.peer
@@ -324,6 +331,7 @@ class _Meeting:
     def _join(self, attempt: JoinedAttempt) -> Group:
         """Takes part in the attempt that the leader has started, and takes over what it knows."""
         self._endpoint.addresses |= attempt.addresses
+        # In place: the supervisor has the same object.
         vars(self._history).update(vars(attempt.history))
         place = self._place(attempt.members, address(attempt.leader_host, attempt.start.port))
         peers = self._peers(attempt.members, attempt.addresses, {0: attempt.link})

@@ -44,6 +44,7 @@ class AttemptStart:
 
     port: int
     mesh: str | None
+    # Checked by who reads it: `parsed` does not look into a dict.
     history: dict
 
 
@@ -101,6 +102,7 @@ def error_in(message: object, history: History) -> FourPartError:
         BadMessageError: it is of another form.
     """
     failure = understood(Failure, message)
+    # After a loss the run can be resumed, and its exit code says so: see `History.not_met`.
     kind = ShardingError if failure.is_request else history.not_met
     return kind(failure.what, where=[str(line) for line in failure.where], why=failure.why, do=failure.do)
 

@@ -14,9 +14,9 @@ from jshard.errors import RunError
 from jshard.launch.cluster import RESUME
 from jshard.launch.peers import Ending
 
-_PAUSE_S = 1.0
+_PAUSE_S = 1.0  # before another attempt; twice as long after each one without progress
 _LONGEST_PAUSE_S = 30.0
-_MOST_FRUITLESS = 3
+_MOST_FRUITLESS = 3  # attempts in a row without progress
 _ATTEMPT = "JSHARD_ATTEMPT"
 
 
@@ -79,6 +79,7 @@ class History:
         self, lost: Ending, *, step: int | None, checkpoint: str | None, copy: int | None, folder: str | None
     ) -> None:
         """Records how an attempt ended, and the last reports of its workers."""
+        # The lost process may have been a step ahead of the workers of this machine.
         step = _highest(lost.step, step)
         checkpoint = checkpoint or lost.checkpoint
         is_later_step = step is not None and (self.step is None or step > self.step)
@@ -93,6 +94,7 @@ class History:
         self.copy = copy or self.copy
         # As text: the next worker receives it in an environment variable.
         self.lost = f"{lost.who}: {lost.how}"
+        # By the wall clock, as it is compared with the times in run.json.
         self.lost_at = time.time()
         self.left -= 1
 

@@ -31,7 +31,7 @@ LEAST_S = 60.0
 MOST_S = 1800.0
 MEDIANS = 20
 """The limit of a step is this multiple of the median, within these bounds; that of a save is the upper bound."""
-_WARN_S = 60.0
+_WARN_S = 60.0  # without progress until a line says so, at most
 _STEPS_FOR_MEDIAN = 5
 _MEASURED_STEPS = 101
 _TICK_S = 0.25
@@ -128,6 +128,7 @@ class StallWatch:
             yield
         finally:
             self._is_over.set()
+            # Not for long: it may be writing stacks, or waiting for a disk that hangs.
             thread.join(1.0)
             _watch = outer_watch
 
@@ -139,6 +140,7 @@ class StallWatch:
     def step_done(self, step: int) -> None:
         """Records that a step's result was read."""
         now_s = time.monotonic()
+        # From one result to the next: the first one has none before it.
         if self._step_done_s is not None:
             self._step_times_s.append(now_s - self._step_done_s)
         self._step_done_s = now_s
@@ -269,6 +271,7 @@ def _end_now(text: str, *, code: int) -> NoReturn:
 
 def warn(idle_s: float, warned_s: float, first_s: float, where: str, say: Callable[[str], object]) -> float:
     """Reports the time without a step: first, and whenever it has doubled. Returns the time of the last line."""
+    # There was progress since: the next line comes after `first_s` again.
     if idle_s < first_s:
         return 0.0
     if idle_s < 2 * warned_s:

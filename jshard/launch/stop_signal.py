@@ -108,11 +108,13 @@ class StopSignal(Signals):
         super().__enter__()
         if self._handlers_before:
             self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            # No warning when it is full: the signals that are in it already say enough.
             self._wakeup_before = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._wakeup is not None:
+            # First: Python would write the next signal to a closed pipe, or to what then has its number.
             signal.set_wakeup_fd(self._wakeup_before)
             with self._lock:
                 for fd in self._wakeup:

@@ -67,6 +67,7 @@ class SupervisedAttempt:
             say(f"{signal_name(self.forwarded)} again: the run ends now, unsaved. Continue it with: {self._again}")
             return stopped_code(self.forwarded or 0)
         finally:
+            # Also after an exception: no worker is left behind.
             for worker in self.workers:
                 worker.close()
             self.peers.close()
@@ -78,6 +79,7 @@ class SupervisedAttempt:
         self._look_at_workers()
         if self.rendezvous is not None:
             self.rendezvous.attend()
+        # With peers there is only one worker on this machine.
         for ending in self.peers.poll(self.workers[0].state):
             self._note_ending(ending)
 
@@ -113,6 +115,7 @@ class SupervisedAttempt:
         if self.bad or not self.peers.decides:
             return
         states = self._states()
+        # One that compiles, or otherwise has no limit, does not count.
         warning = [state for state in states.values() if state.warn_s]
         if not warning:
             return
@@ -163,10 +166,12 @@ class SupervisedAttempt:
         for worker in self.workers:
             if worker.process_id == 0 or worker_process.debug():
                 worker.output.show()
+        # A stop outweighs an end: the run is to be resumed if any of them stopped.
         return max(codes)
 
     def _cause(self) -> Ending | None:
         """Returns the process that was lost, once that is certain."""
+        # Process 0 has heard all endings, and its word ends the wait.
         if self.peers.verdict is not None:
             return self.peers.verdict
         if not self.bad:
@@ -183,8 +188,10 @@ class SupervisedAttempt:
         if self.peers.alone and not any(worker.running for worker in self.workers):
             return 0.0  # no other process can report
         wait_s = self.deadlines.settle_s
+        # Until all have reported their status.
         if self.peers.stalled and len(self.bad) < self.num_processes:
             wait_s += VERDICT_S
+        # Process 0 names the cause once it is certain there.
         if not self.peers.decides:
             wait_s += VERDICT_S
         return wait_s
@@ -211,6 +218,7 @@ class SupervisedAttempt:
         if not was_asked and self.signals.received is None:
             self.lost = lost
             if self.history.allows(lost):
+                # Without grace: the others would be stopped and started again in any case.
                 self._show(lost)
                 return lost.run_code
         if not was_asked:
@@ -231,6 +239,7 @@ class SupervisedAttempt:
         if not lost.echo:
             return False
         codes = (-self.forwarded, stopped_code(self.forwarded))
+        # It ended like one that lost a peer: that peer may have been stopped by the same signal.
         return any(worker.ending is not None and worker.ending.code in codes for worker in self.workers)
 
     def _show(self, lost: Ending) -> bool:
@@ -270,6 +279,7 @@ class SupervisedAttempt:
         ends_at = time.monotonic() + self.deadlines.grace_s
         while time.monotonic() < ends_at and not self.signals.repeated:
             self._look()
+            # One that is stuck waits for the lost process: more time would not help it.
             if all(worker.ending is not None or is_stuck(worker.state) for worker in self.workers):
                 return
             time.sleep(TICK_S)

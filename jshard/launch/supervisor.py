@@ -51,6 +51,7 @@ def supervise(
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or never came.
     """
     open_standard_streams()  # the workers inherit them
+    # Signals first: from here on one is not lost, whatever is starting.
     with Signals() as signals, contextlib.ExitStack() as resources:
         supervisor = _Supervisor(
             command,
@@ -73,6 +74,7 @@ def _exit_code(error: FourPartError) -> int:
     """Returns the exit code of a run that an error has ended."""
     if is_request(error):
         return REQUEST
+    # Enough may come the next time.
     if isinstance(error, NotRestarted):
         return RESUME
     return 1
@@ -143,6 +145,7 @@ class _Supervisor:
                 break
             attempt = self._start(members)
             code = attempt.watch()
+            # Without a loss it is done, or was stopped.
             if attempt.lost is None or not self._history.allows(attempt.lost):
                 return code
             self._record(attempt, attempt.lost)
@@ -161,6 +164,7 @@ class _Supervisor:
     def _meet(self) -> _Members | None:
         """Waits for the processes of the next attempt; None if a signal came first."""
         if self._rendezvous is None:
+            # Without a roll call no leader does it.
             self._history.begin()
             alone = Peers(process_id=0, links={}, hosts={}, deadlines=self._deadlines)
             return _Members(self._processes, alone)
@@ -173,6 +177,7 @@ class _Supervisor:
         """Starts the workers of this machine, if another attempt is worth it."""
         # After the meeting, in which this supervisor may have learned of attempts that it was not part of.
         self._history.check_worth()
+        # Only one supervisor says it for all.
         if self._history.lost is not None and members.peers.process_id == 0:
             say(self._history.line(num_processes=members.number))
         command = self._command_of(members)
@@ -193,6 +198,7 @@ class _Supervisor:
         """Returns the command of a worker, which after a loss continues the run."""
         if self._history.lost is None or self._restarts is None:
             return self._command
+        # The folder, too: a run without --out has chosen a name for it.
         return self._restarts.command(self._history.folder, members.mesh)
 
     def _open_keeper(self, members: _Members) -> None:

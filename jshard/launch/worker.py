@@ -107,6 +107,7 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
     if is_worker():
         blames_peer = _blames_peer(error)
         is_explained = isinstance(error, FourPartError) and not blames_peer
+        # It may fail before `start_worker` has started them.
         _start_reports(os.environ).note({"explained": is_explained, "blames_peer": blames_peer})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader may be gone
@@ -176,6 +177,7 @@ def _deadlines(environ: Mapping[str, str]) -> Deadlines:
 
 def _end_without_supervisor() -> NoReturn:
     """Ends this process and its children, as nothing else would report a lost peer or stop it."""
+    # Only if the group is its own: another one may have the shell of the user in it.
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
@@ -189,6 +191,7 @@ def _end_with_supervisor() -> None:
 
 def _keep_stdout_for_python() -> None:
     """Sends what native libraries write to stdout to stderr; Python writes to a copy of the old stdout."""
+    # Before descriptor 1 is replaced: what is in the buffer would go to stderr.
     sys.stdout.flush()
     copy_fd = os.dup(1)
     os.dup2(2, 1)

@@ -13,8 +13,8 @@ from typing import IO, NamedTuple
 HOLD_S = 1.0
 """The delay before stderr of process 0 is passed on, as it may turn out to be the consequence of a lost peer."""
 
-_LINES = 400
-_LINE_BYTES = 4096
+_LINES = 400  # of a worker whose output is not passed on
+_LINE_BYTES = 4096  # a longer line arrives in pieces
 # "[Gloo] Rank 0 is connected to 1 peer ranks. Expected ...": several threads print it in pieces, and lines get mixed.
 _NOISE = (b"[Gloo]", b"peer ranks")
 
@@ -55,6 +55,7 @@ class WorkerOutput:
 
     def pass_on(self) -> None:
         """Writes the lines that have waited long enough; the supervisor calls it repeatedly."""
+        # Without the lock: only this thread takes lines out, and a deque's methods are atomic.
         while self._is_passing and self._waiting:
             if self._waiting[0].arrived_s > time.monotonic() - HOLD_S:
                 return

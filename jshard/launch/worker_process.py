@@ -57,6 +57,7 @@ class WorkerProcess:
         self.state: WorkerState = {}
         self._deadlines = deadlines
         self._reports, write_fd = os.pipe()
+        # The supervisor has one loop for everything, and must not wait here.
         os.set_blocking(self._reports, False)
         environ = _environ(place, deadlines, write_fd) | dict(extra or {})
         stream = None if has_stdout else subprocess.DEVNULL
@@ -92,7 +93,7 @@ class WorkerProcess:
         """Reads its reports; returns its ending, once the worker has ended or was silent for too long."""
         if self.ending is not None:
             return self.ending
-        # In this order: a worker that ends between the two has written its last report before.
+        # In this order: once the worker has ended, all its reports are in the pipe.
         code = self._process.poll()
         self._read_reports()
         # Before the first beat it imports, which takes long on a cold file system.
@@ -130,6 +131,7 @@ class WorkerProcess:
         """Releases a worker that ended successfully; any other is killed, with all its children."""
         if self.ending is None or not self.ending.good:
             with contextlib.suppress(ProcessLookupError, PermissionError):
+                # As the leader of a session it has a process group of its own, in which its data workers are.
                 os.killpg(self._process.pid, signal.SIGKILL)
             # One that hangs in the kernel, on a dead file system, ends some time later by itself.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,6 +145,7 @@ class WorkerProcess:
             while data := os.read(self._reports, 65536):
                 self._heard_at_s = time.monotonic()
                 self._is_up = True
+                # What follows the last newline is the beginning of a message.
                 *lines, self._partial = (self._partial + data).split(b"\n")
                 for line in lines:
                     self.state.update(cast(WorkerState, decoded(line) or {}))
@@ -180,6 +183,7 @@ class WorkerProcess:
 
 def _environ(place: Cluster, deadlines: Deadlines, write_fd: int) -> dict[str, str]:
     """Returns the environment variables of a worker, which `start_worker` reads."""
+    # The later ones count: this process may have been started with variables of the same names.
     return {
         **os.environ,
         "JSHARD_WORKER": "1",
@@ -208,6 +212,7 @@ def start_local(
         for process in range(number):
             place = dataclasses.replace(local, process_id=process, local_id=process, local_size=number)
             worker = WorkerProcess(command, place, deadlines, extra=extra, has_stdout=process == 0)
+            # If a later one cannot be started, these would wait for it.
             on_failure.callback(worker.close)
             workers.append(worker)
         on_failure.pop_all()

@@ -112,6 +112,7 @@ def _option_reasons(options: Options, requested: Mapping[str, _Option]) -> Itera
 
 def _option_notes(options: Options, comm: CommFootprint | None) -> Iterator[str]:
     """Yields remarks on options that rest on an assumption, or are a risk."""
+    # `footprint` adds these words to the source if no number of blocks was given.
     limits_channels = _CHANNELS in options or _P2P_CHANNELS in options
     if limits_channels and comm is not None and "ctas: an assumption" in comm.source:
         yield (
@@ -151,5 +152,6 @@ def _most_channels(target: Device, comm: CommFootprint, kernels: Mapping[str, Ke
     if any(choice.reason.origin == "measured" for choice in leaving):
         return comm.ctas  # it was measured beside all of them
     blocks_per_sm = resident(target.gpu, comm.block)
+    # The option holds for the whole program, so the kernel that leaves least decides.
     places = [choice.knobs.reserved_sms * blocks_per_sm for choice in leaving]
     return min(comm.ctas, *places)

@@ -39,7 +39,7 @@ class Device:
 
     @property
     def why_unshaped(self) -> str:
-        """Why nothing is chosen for the kernels of jshard on it; empty if something is."""
+        """Returns why nothing is chosen for the kernels of jshard on it; empty if something is."""
         if self.gpu is not None and self.gpu.arch == "sm_90":
             return ""
         if self.gpu is None and self.platform == "gpu":

@@ -44,7 +44,7 @@ class CommFootprint:
 
     @property
     def block(self) -> Block | None:
-        """One of its blocks; None if it has none."""
+        """Returns one of its blocks; None if it has none."""
         if self.ctas == 0:
             return None
         return Block(self.threads, self.registers, self.smem_bytes)

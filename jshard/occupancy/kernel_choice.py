@@ -98,6 +98,7 @@ def _products_by_model(
     origin: Origin
     if products and assumptions is not None:
         origin = "estimate"
+        # From 0 to what the collective fills: the estimate may find that waiting is quicker.
         reserved, seconds = best_reserve(step_times(plan, assumptions, products), needed=needed, sms=sms)
         takes = {count: duration(count_s) for count, count_s in seconds.items()}
         why = (
@@ -161,6 +162,7 @@ def _measured_choice(kernel: str, calls: list[tuple[tuple[Timing, ...], int]], *
     """
     best = quickest(calls)
     coverage = f"{len(calls)} of {num_shapes} shapes measured"
+    # XLA's own time is in every entry: a file without it is refused.
     plain_text = duration(total(None, calls).both_ns / 1e9)
     if best.setting is None:
         why = f"{coverage}: XLA's own is fastest beside the load: {plain_text} of a step's forward."

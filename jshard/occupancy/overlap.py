@@ -72,10 +72,11 @@ class Overlap(Printed):
 
     @property
     def exports(self) -> tuple[str, ...]:
-        """Lines for the shell that starts the run."""
+        """Returns lines for the shell that starts the run."""
         return tuple(f"export {name}={value}" for name, value in self.environment.items())
 
     def __rich__(self) -> Group:
+        # The other reasons are named after options and variables.
         kernels = [reason for reason in self.reasons if reason.what in self.occupancy]
         settings = [reason for reason in self.reasons if reason.what not in self.occupancy]
         parts: list[RenderableType] = [Text(self._headline())]
@@ -182,6 +183,7 @@ def tune_overlap(
 
 def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> CommFootprint | None:
     """Returns the collective beside the kernels; None on a device for which its footprint is unknown."""
+    # It has its own numbers, whatever is known of the device.
     if isinstance(comm, CommFootprint):
         return comm
     check_kind(comm)
@@ -215,5 +217,5 @@ def _measurements(cache: str | Path | None) -> tuple[Measured, list[str]]:
             raise
         # Nobody named the default file: without it the choices are by the model, as they were before any measurement.
         note = f"The measurements in {path} were not used: {error.why}"
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=3)  # of the caller of `tune_overlap`
         return {}, [note]

@@ -36,17 +36,17 @@ class MatrixProduct:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all of them, in forward."""
+        """Returns the floating-point operations of all of them, in forward."""
         return 2.0 * self.m * self.n * self.k * self.count
 
     @property
     def is_16_bits(self) -> bool:
-        """Whether the kernels support it."""
+        """Returns whether the kernels support it."""
         return self.dtype in ("bfloat16", "float16")
 
     @property
     def shape(self) -> str:
-        """Its sizes as text, m x n x k."""
+        """Returns its sizes as text, m x n x k."""
         return f"{self.m}x{self.n}x{self.k}"
 
 

@@ -58,6 +58,7 @@ def plans(gpu: GpuFacts, block: Block, comm: CommFootprint, *, persistent: bool 
         blocks_per_sm = 1 if persistent else resident(gpu, block)
         why = "the collective takes no multiprocessor."
         return (Plan(how="as it is", blocks_per_sm=blocks_per_sm, why=why),)
+    # `reserved_for` divides by its resident blocks: a block that cannot run has none.
     check(gpu, comm_block)
     if persistent:
         return _persistent_plans(gpu, block, comm, comm_block)
@@ -108,6 +109,7 @@ def _persistent_plans(gpu: GpuFacts, block: Block, comm: CommFootprint, comm_blo
         f" {comm.ctas} blocks of the collective.",
     )
     if room_beside(gpu, block, comm_block):
+        # First, as it costs the kernel no multiprocessor.
         return Plan(how="co-resident", blocks_per_sm=1, why=_why_co_resident(1)), reserve
     why = "the collective starts when the kernel has ended."
     return reserve, Plan(how="as it is", blocks_per_sm=1, drain=None, why=why)
@@ -126,6 +128,7 @@ def reserved_for(gpu: GpuFacts, comm: CommFootprint) -> int:
     if comm.block is None:
         return 0
     blocks_per_sm = resident(gpu, comm.block)
+    # As many of its blocks as fit share a multiprocessor: nothing else is there.
     filled = -(-comm.ctas // blocks_per_sm)
     if filled >= gpu.num_sms:
         raise OccupancyError(

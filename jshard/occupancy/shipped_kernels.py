@@ -20,12 +20,12 @@ class ShippedKernel:
 
     @property
     def label(self) -> str:
-        """Name and tiles, which identify a form."""
+        """Returns name and tiles, which identify a form."""
         return f"{self.name}:{self.tiles}" if self.tiles else self.name
 
     @property
     def block(self) -> Block:
-        """The resources of one of its blocks."""
+        """Returns the resources of one of its blocks."""
         return Block(self.threads, self.registers, self.smem_bytes)
 
     def is_called(self, name: str) -> bool:

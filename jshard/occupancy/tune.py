@@ -139,6 +139,7 @@ def settings_for(gpu: GpuFacts, comm: CommFootprint, product: MatrixProduct) -> 
         if not kernel.is_called("matmul"):
             continue
         knobs = fitted(knobs_of(kernel), product.m, product.n, product.k)
+        # By the block as shipped: fitted tiles are no larger, and need no more.
         for plan in plans(gpu, kernel.block, comm, persistent=kernel.persistent):
             setting = dataclasses.replace(
                 knobs,
@@ -187,6 +188,8 @@ def _rows(model: nnx.Module, products: Sequence[MatrixProduct], device: Device) 
         load_ns = 0.0
         for product in same_size:
             load = loads.get(product.unit, _LoadPerFlop())
+            # A unit's collectives are spread over all calls of its products: in forward, and for the two gradients of
+            # each.
             flops = product.flops / (CALLS_PER_PRODUCT * count)
             load_bytes += flops * load.num_bytes
             load_ns += flops * load.ns
@@ -204,6 +207,7 @@ def _unit_loads(model: nnx.Module, products: Sequence[MatrixProduct], device: De
     loads = {}
     for unit in plan.units:
         flops = sum(product.flops for product in products if product.unit == unit.name)
+        # A unit without products has nothing beside which its collectives could run.
         if not flops:
             continue
         unit_transfers = transfers(plan, unit, assumptions)

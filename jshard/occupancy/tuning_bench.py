@@ -12,7 +12,7 @@ from jshard.occupancy import CommFootprint, GpuFacts, Plan, reserved_for
 from jshard.occupancy.products import MatrixProduct
 from jshard.occupancy.timings import Timing
 
-ROUNDS = 7
+ROUNDS = 7  # odd, so that the median is one of the times
 
 
 class Bench(Protocol):
@@ -113,6 +113,7 @@ class ModelBench:
         sms = self._gpu.num_sms
         at_once = 1 if setting.persistent else plan.blocks_per_sm  # tiles that a multiprocessor computes at once
         tiles = self._num_tiles(setting)
+        # On all multiprocessors the tiles take as long as XLA's product: that is the assumption.
         round_ns = self._plain_ns * sms * at_once / tiles
         alone_ns = round_ns * math.ceil(tiles / ((sms - setting.reserved_sms) * at_once))
         unused_sms = sms - math.ceil(tiles / at_once)
@@ -122,11 +123,13 @@ class ModelBench:
             or unused_sms >= reserved_for(self._gpu, self._comm)  # so few tiles that there is room
         )
         if not beside or has_room:
+            # Alone, the load takes no time.
             return max(alone_ns, load_ns)
         if plan.drain is None or plan.drain > 1:  # at worst the collective waits for the whole kernel
             return alone_ns + load_ns
         # Its blocks take places of the kernel's, which then has fewer until it ends.
         taken_places = plan.drain * min(self._comm.ctas, sms)
+        # Below 1, as the time is divided by what is left.
         lost = min(0.99, taken_places / (sms * plan.blocks_per_sm))
         return max(alone_ns / (1 - lost), load_ns + plan.drain * round_ns)
 

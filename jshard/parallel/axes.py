@@ -58,12 +58,14 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
     params = [(dotted(path), variable) for path, variable in walk(model) if isinstance(variable, nnx.Param)]
     assignments: list[_AxisAssignment] = []
     faults = []
+    # Patterns without a parameter are an error: a typing error would leave a parameter whole, silently.
     unused = dict.fromkeys(table)  # a set that keeps its order
     for path, variable in params:
         pattern = _first_match(path, table)
         if pattern is None:
             continue
         unused.pop(pattern, None)
+        # Of the last dims: a stacked layer has a dim of layers before them.
         entries = tuple(table[pattern])
         ndim = len(variable.get_raw_value().shape)
         if len(entries) > ndim:
@@ -97,6 +99,7 @@ class _AxisAssignment:
 
 def _first_match(path: str, patterns: Iterable[str]) -> str | None:
     for pattern in patterns:
+        # A `*` matches slashes, too: `*/up/kernel` is at any depth.
         if fnmatch.fnmatch(path, pattern):
             return pattern
     return None
@@ -132,11 +135,13 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
         )
     mesh = region_mesh()
     degrees = _degrees_of_model(mesh)
+    # Before the check of the dims: where nothing is split, any length is fine.
     if all(size == 1 for size in degrees.values()):
         return x
     _check_divisible(x, entries, degrees, where)
     spec = spec_over(tuple(degrees), entries)
     if mesh is None:
+        # Inside a `shard_map`: JAX's context has the mesh.
         return lax.with_sharding_constraint(x, spec)
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
@@ -224,6 +229,7 @@ def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.
     def call(examples: Any, experts: Any) -> jax.Array:
         mesh = region_mesh()
         has_expert_axis = mesh is not None and degree(mesh, EXPERT) > 1
+        # The axis is looked up at each call: one function may be traced for several meshes.
         run = split_over_experts if has_expert_axis else fn
         return per_example(run, in_axes=(0, None))(examples, experts)
 
@@ -236,8 +242,10 @@ def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:
     if mesh is not None:
         if degree(mesh, EXPERT) == 1:
             return x
+        # Inside a model, which is in global view: the shape stays, only the split dim changes.
         return exchanged(x, EXPERT, source, target)
     if EXPERT not in _compat.manual_axes():
         return x
     # Inside a `shard_map` of the caller, where `x` is this device's part.
+    # It is split along `source`: that dim is completed, and `target` is divided.
     return lax.all_to_all(x, EXPERT, split_axis=target, concat_axis=source, tiled=True)

@@ -31,6 +31,7 @@ Specs = dict[Var, PartitionSpec]
 Values = dict[Var, Any]
 """The arrays of a program's variables."""
 
+# The parameter in which each call has its program. The derivative of a `custom_jvp_call` is lost by inlining it.
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _PRODUCTS = frozenset("dot_general cholesky eigh eig lu qr householder_product svd triangular_solve schur".split())
 
@@ -55,7 +56,7 @@ class MatrixPart:
 
     @property
     def spec(self) -> PartitionSpec | None:
-        """The spec of the part's matrix; None if it takes no sharded one."""
+        """Returns the spec of the part's matrix; None if it takes no sharded one."""
         for spec in self.specs:
             if spec is not None:
                 return spec
@@ -63,7 +64,8 @@ class MatrixPart:
 
     @property
     def kind(self) -> Hashable:
-        """Equal for parts that can be batched: the same equations, of arrays of the same types and specs."""
+        """Returns a key that parts share if they can be batched: equal equations, of arrays of equal type and spec."""
+        # The text has no arrays, and needs none: arrays that the update captured are inputs of the part.
         types = tuple(str(variable.aval) for variable in self.inputs)
         return str(self.program), types, self.specs  # as text, because programs are equal only to themselves
 
@@ -88,6 +90,7 @@ class _PartFinder:
         self._makers: dict[Var, int] = {}
         self._readers: dict[Var, set[int]] = collections.defaultdict(set)
         for i, eqn in enumerate(self._eqns):
+            # Arguments and captured arrays have no maker.
             for variable in eqn.outvars:
                 self._makers[variable] = i
             for variable in variables_read(eqn):
@@ -110,6 +113,7 @@ class _PartFinder:
         """Returns the equations that mix, and notes the specs of what elementwise ones compute from a matrix."""
         mixing: set[int] = set()
         mixed: set[Var] = set()  # variables that come of a mixing equation: the sharding of their source is not theirs
+        # In their order: what an equation reads is marked by then.
         for i, eqn in enumerate(self._eqns):
             reads = self._reads(i)
             large = [variable for variable in eqn.outvars if type_of(variable).size >= MATRIX_SIZE]
@@ -127,11 +131,13 @@ class _PartFinder:
 
     def _pass_spec_on(self, source: Var, targets: Sequence[Var]) -> None:
         for target in targets:
+            # A spec names dims, so it fits arrays of the same shape only.
             if type_of(target).shape == type_of(source).shape:
                 self._specs[target] = self._specs[source]
 
     def _between(self, mixing: set[int]) -> set[int]:
         """Returns these equations, and those on a path from one to another: so a part never waits for itself."""
+        # One pass in each direction suffices: equations come after those whose results they read.
         after = set(mixing)
         for i in range(len(self._eqns)):
             if any(self._makers.get(variable) in after for variable in self._reads(i)):
@@ -144,6 +150,7 @@ class _PartFinder:
 
     def _connected(self, equations: set[int]) -> list[list[int]]:
         """Groups equations that are connected by variables, in the order of their first ones."""
+        # A forest: each equation points towards the root of its group.
         parents = {i: i for i in equations}
 
         def root(i: int) -> int:
@@ -157,6 +164,7 @@ class _PartFinder:
                 if maker in parents:
                     parents[root(i)] = root(maker)
         groups: dict[int, list[int]] = collections.defaultdict(list)
+        # By number, so that the equations of a group are in an order in which they can run.
         for i in sorted(equations):
             groups[root(i)].append(i)
         return list(groups.values())
@@ -167,6 +175,7 @@ class _PartFinder:
         """Returns some equations as a program; it computes the constants that it needs again."""
         computed = [*self._constants_of(equations), *equations]
         inputs = self._inputs_of(computed)
+        # Not of the constants: the update computes those by itself, for any other reader.
         outputs = self._outputs_of(equations)
         eqns = [self._eqns[i] for i in computed]
 
@@ -200,7 +209,7 @@ class _PartFinder:
         return list(constants)
 
     def _is_constant(self, i: int) -> bool:
-        """Returns whether an equation reads no argument of the update, directly or indirectly."""
+        """Returns whether an equation reads no argument and no captured array of the update, directly or indirectly."""
         for variable in self._reads(i):
             maker = self._makers.get(variable)
             if maker is None or not self._is_constant(maker):
@@ -226,6 +235,7 @@ class _PartFinder:
         for i in equations:
             for variable in self._eqns[i].outvars:
                 has_other_readers = not self._readers[variable] <= of_part
+                # A variable that only the part reads stays inside of it.
                 if variable in self._results or has_other_readers:
                     outputs.append(variable)
         return outputs
@@ -239,6 +249,7 @@ def _is_product(eqn: JaxprEqn) -> bool:
 def _has_program(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(_has_program(element) for element in value)
+    # A closed program, or one without constants.
     return hasattr(value, "jaxpr") or hasattr(value, "eqns")
 
 

@@ -70,6 +70,7 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
     plain = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        # Set by `js.shard_optimizer` while it updates.
         layout = update_layout.get()
         if layout is None:
             raise CallError(
@@ -82,6 +83,7 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
             )
         paths_and_leaves, tree = jax.tree.flatten_with_path((grads, state, params, extra))
         leaves = [leaf for _, leaf in paths_and_leaves]
+        # A tracer is a `jax.Array`, too.
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
         def update_arrays(*arrays: jax.Array) -> Any:
@@ -129,6 +131,7 @@ class _OwnedUpdate:
         self._program = inlined(traced, arrays)
         sharded: Specs = {}
         for variable, spec in zip(self._program.jaxpr.invars, specs, strict=True):
+            # Small arrays, such as a count, are no matrices; those that are not split need no owner.
             if self._axes(spec) and type_of(variable).size >= MATRIX_SIZE:
                 sharded[variable] = spec
         self._batches = self._batched(find_parts(self._program.jaxpr, sharded))
@@ -142,12 +145,14 @@ class _OwnedUpdate:
         groups: dict[Hashable, list[MatrixPart]] = collections.defaultdict(list)
         for part in parts:
             if part.spec is not None:
+                # Parts of one kind run as one program, over the matrices of all.
                 groups[part.kind].append(part)
         batches = []
         for group in groups.values():
             spec = group[0].spec
             assert spec is not None, "parts without one are left out above"
             batch = _MatrixBatch(group, spec, self._axes(spec), self._mesh)
+            # With fewer, more than half of the owners would have no matrix of their own to compute.
             if 2 * max(len(group), batch.num_layers) >= batch.num_owners:
                 batches.append(batch)
         return batches
@@ -157,6 +162,8 @@ class _OwnedUpdate:
         jaxpr = self._program.jaxpr
         known: Values = dict(zip(jaxpr.constvars, self._program.consts, strict=True))
         known.update(zip(jaxpr.invars, arrays, strict=True))
+        # In rounds: batches move equations of far places together, so the order of the program is not one in which all
+        # can run.
         waiting = self._tasks()
         # A batch waits for the inputs of all its parts, and what reads a result of one waits for the batch.
         while waiting:
@@ -177,6 +184,7 @@ class _OwnedUpdate:
         for batch in self._batches:
             for part in batch.parts:
                 in_batches |= part.equations
+        # The order of the program stays for what is not batched.
         tasks = []
         for i, eqn in enumerate(self._program.jaxpr.eqns):
             if i not in in_batches:
@@ -222,10 +230,12 @@ class _MatrixBatch:
         dims: list[int | None] = []
         for position, spec in enumerate(first.specs):
             variables = [part.inputs[position] for part in self.parts]
-            if len(set(variables)) == 1:  # such as a step size
+            # Such as a step size; or the only matrix of a batch, which the compiler moves for the constraints below.
+            if len(set(variables)) == 1:
                 values.append(known[variables[0]])
                 dims.append(None)
                 continue
+            # Modulo: the stack may have more places than there are matrices.
             stacked = jnp.stack([known[variables[i % len(variables)]] for i in range(self._count)])
             values.append(self._placed(stacked, _stacked(spec), self._spec_of_owners))
             dims.append(0)
@@ -242,6 +252,7 @@ class _MatrixBatch:
             returned.append(self._placed(x, self._spec_of_owners, specs_by_shape.get(type_of(variable).shape)))
 
         results: Values = {}
+        # The results of the matrices that fill the stack up are left out.
         for i, part in enumerate(self.parts):
             for variable, x in zip(part.outputs, returned, strict=True):
                 results[variable] = x[i]

@@ -71,6 +71,7 @@ def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, know
     earlier = [attempt.copy() for attempt in attempts]
     if earlier and earlier[-1].get("end") is None:
         _close_lost(earlier[-1], recorded, known)
+    # Before the record is cut back: later lines are needed to count what is lost.
     for attempt in earlier:
         if attempt["last_step"] > step:
             _drop_steps_after(attempt, recorded, step)
@@ -82,6 +83,7 @@ def begin_attempt(attempts: Sequence[Attempt], metrics: Path, *, step: int, know
 def attempt_ready(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Records that the first step of the last attempt may begin."""
     *earlier, last = [attempt.copy() for attempt in attempts]
+    # Of its own clock, as are the times of its lines in the record.
     last["ready"] = _moment(time.time())
     return [*earlier, last]
 
@@ -116,6 +118,7 @@ def ettr(attempts: Sequence[Attempt]) -> float | None:
 
 def paused_s(attempts: Sequence[Attempt]) -> float:
     """Returns the time between attempts that ended on request and the next ones."""
+    # Only between attempts: what follows the last one is no pause yet.
     total_s = 0.0
     for attempt, following in itertools.pairwise(attempts):
         end = attempt["end"]
@@ -175,6 +178,7 @@ def _close(attempt: Attempt, recorded: Sequence[_RecordedStep], end_s: float, ca
     attempt["cause"] = cause
     attempt["last_step"] = steps[-1].step if steps else attempt["first_step"]
     attempt["productive_s"] = _productive_s(attempt, steps)
+    # A later start may drop some: see `_drop_steps_after`.
     attempt["steps_lost"] = 0
     attempt["seconds_lost"] = 0.0
 
@@ -182,6 +186,7 @@ def _close(attempt: Attempt, recorded: Sequence[_RecordedStep], end_s: float, ca
 def _drop_steps_after(attempt: Attempt, recorded: Sequence[_RecordedStep], step: int) -> None:
     """Counts the later steps of the attempt as lost, as the run continues from an earlier one."""
     remaining = [line for line in _steps_of(attempt, recorded) if line.step <= step]
+    # None of its steps may be left: then all of its time is lost.
     productive_s = _productive_s(attempt, remaining)
     last_step = max(step, attempt["first_step"])
     lost_s = attempt.get("productive_s", 0.0) - productive_s
@@ -206,6 +211,7 @@ def _steps_of(attempt: Attempt, recorded: Sequence[_RecordedStep]) -> list[_Reco
     end_s = float("inf")
     if attempt["end"] is not None:
         end_s = seconds_of(attempt["end"]) + _CLOCK_S
+    # By time first: an attempt that repeats steps writes lines with the numbers of an earlier one.
     return [line for line in recorded if begin_s <= line.time_s <= end_s and line.step >= attempt["first_step"]]
 
 

@@ -86,6 +86,7 @@ def with_feedback(candidates: Search, measure: Callable[[Cost], float], *, tries
 
     The first is the best by the estimates, the second the requested one, which the choice has to beat.
     """
+    # `ranked` begins with the fastest by the estimates.
     untried = list(candidates.ranked)
     queue = [untried.pop(0)]
     requested = _requested(untried, candidates)
@@ -99,8 +100,10 @@ def with_feedback(candidates: Search, measure: Callable[[Cost], float], *, tries
         factors = fitted(tried)
         untried = [other for other in untried if not is_same(other, cost)]  # the same program under another name
         untried.sort(key=factors.step_s)
+        # The requested one is still to be measured: it comes before any choice by factors.
         if queue or not untried:
             continue
+        # Infinite while none has run: then every estimate is below it.
         fastest_s = min(variant.step_s for variant in tried)
         if factors.step_s(untried[0]) < fastest_s:
             queue.append(untried.pop(0))
@@ -124,12 +127,14 @@ def fitted(tried: Sequence[MeasuredVariant]) -> Factors:
     ran = [variant for variant in tried if variant.did_run]
     if not ran:
         return Factors()
+    # Geometric: a ratio of 2 and one of 1/2 cancel.
     mean = float(np.exp(np.mean([math.log(variant.step_s / variant.cost.step_s) for variant in ran])))
     rows = []
     targets = []
     for variant in ran:
         rows.append([variant.cost.compute_s / variant.step_s, variant.cost.exposed_s / variant.step_s])
         targets.append(1.0)
+    # Two more equations, of little weight: each factor equals the mean ratio.
     rows += [[_PRIOR / mean, 0.0], [0.0, _PRIOR / mean]]
     targets += [_PRIOR, _PRIOR]
     solution, *_ = np.linalg.lstsq(np.array(rows), np.array(targets), rcond=None)
@@ -157,6 +162,7 @@ def chosen_variant(
     """
     model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # it is already read
     stream = sys.stdout if is_primary() else None
+    # `with_feedback` does not say which try a measurement is.
     tries = itertools.count(1)
 
     def measure(cost: Cost) -> float:
@@ -167,6 +173,7 @@ def chosen_variant(
         return step_s
 
     with at_work("--auto: estimating every configuration", say=say, stream=stream) as work:
+        # Agreed before the search: with other machines the processes would run different programs.
         costs = Costs(model_file, recipe, _agreed(machine_here(mesh)))
         candidates = search(costs, dict(mesh.shape))
         work.result = candidates.counted
@@ -184,6 +191,7 @@ def chosen_variant(
 def _agreed(machine: Machine) -> Machine:
     """Returns the devices as the first process sees them, with the least memory, so that all try the same."""
     machines = exchange("machine", [machine.near, machine.capacity_bytes])
+    # A process sees only its own host, and hosts may differ.
     near, _ = machines[0]
     capacities = [capacity for _, capacity in machines]
     least = None
@@ -208,7 +216,7 @@ def _measured_s(
         variant_recipe = override(recipe, variant.settings)
         variant_file = model_file.with_units(variant.units)
         step_s = min(_step_times_s(variant_file, variant_recipe, variant_mesh, data, compiler_options))
-    # The slowest: all wait for it in every step.
+    # The slowest: all wait for it in every step. Exchanged also after a failure, as the others wait here.
     return max(exchange("seconds of a step", step_s))
 
 

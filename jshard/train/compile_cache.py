@@ -28,10 +28,10 @@ from jshard.train.user_key import user_key
 
 _SUFFIX = ".program"
 _MOST_BYTES = 4 << 30
-_CHECKSUM_BYTES = 32
+_CHECKSUM_BYTES = 32  # of SHA-256
 _FOLDER_OPTION = "jax_compilation_cache_dir"
 _LEAST_S_OPTION = "jax_persistent_cache_min_compile_time_secs"
-_ABANDONED_S = 3600.0
+_ABANDONED_S = 3600.0  # age of a draft whose process is thought to be gone
 _WORTH_S = 0.1  # programs that take longer are stored; JAX's own limit is one second
 
 
@@ -61,6 +61,7 @@ def keep_programs(beside: Path, place: str) -> str:
         _make_private(folder)
     except OSError as error:
         return _store_nothing(f"compiled programs are not stored: {folder}: {error.strerror or error}")
+    # A limit that the user has set stays.
     if os.environ.get(_LEAST_S_OPTION.upper()) is None:
         jax.config.update(_LEAST_S_OPTION, _WORTH_S)
     _compat.use_program_cache(ProgramCache(folder, key), str(folder))
@@ -114,7 +115,7 @@ class ProgramCache:
     def put(self, key: str, value: bytes) -> None:
         """Stores a program. A failing disk does not end the run."""
         path = self._path / f"{key}{_SUFFIX}"
-        # The name is that of this process: several may store the same program at once.
+        # The name is that of this process, and of its host: several may store the same program at once.
         draft = self._path / f".{key}.{os.getpid()}.{platform.node()}.tmp"
         with contextlib.suppress(OSError):
             try:
@@ -122,6 +123,7 @@ class ProgramCache:
                     file.write(self._checksum(key, value) + value)
                     file.flush()
                     os.fsync(file.fileno())
+                # Only when all of it is on disk: readers see the whole program or none.
                 draft.replace(path)
             finally:
                 draft.unlink(missing_ok=True)
@@ -160,6 +162,7 @@ def _make_private(folder: Path) -> None:
     Raises:
         OSError: others may write there, or this user may not.
     """
+    # The parent, too: who may write there could put another folder in the place of this one.
     for part in (folder.parent, folder):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = part.stat()
@@ -178,6 +181,7 @@ def _machine() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = platform.processor()
+    # The names of these lines differ: "flags" on x86, "Features" on Arm.
     features = set(re.findall(r"^(?:model name|flags|Features)\s*: (.*)$", text, re.MULTILINE))
     kind = "|".join(sorted(features))
     digest = hashlib.sha256(f"{platform.machine()}|{kind}".encode()).hexdigest()

@@ -33,6 +33,7 @@ def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable
     Returns:
         The means, after waiting for the devices. A `js.WeightedMean` is the sum of its totals over that of its weights.
     """
+    # Once: the step that is trained does not run meanwhile, and so does not replace them.
     leaves = step.model_leaves
     results: list[_BatchResult] = []
     set_phase(phases.DATA)
@@ -46,6 +47,7 @@ def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable
             set_phase(phases.DATA)
     set_phase(phases.EVALUATION)
     results = jax.device_get(results)
+    # Batches of one size count alike.
     num_samples = [1] * len(results)
     if isinstance(batches, HeldOutBatches):
         num_samples = batches.num_samples

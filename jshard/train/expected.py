@@ -153,6 +153,7 @@ class ExpectedStep:
             traffic = [cast(_PlannedTraffic, dataclasses.asdict(each)) for each in traffic_of(compiled.plan)]
             planned = _annotated_figures(self.plan["communication_per_step"])
             actual = _annotated_figures(traffic)
+            # Not planned, so any difference is one more than 0.
             actual["differences from the annotations"] = len(compiled.differences)
         self._check_figures(actual, planned)
         figures = ", ".join(f"{name} {_figure_text(name, value)}" for name, value in actual.items() if value)
@@ -164,6 +165,7 @@ class ExpectedStep:
     def _check_figures(self, actual: Figures, planned: Figures) -> None:
         """Raises an error that lists the figures which differ by more than is allowed."""
         differences = []
+        # Of both: a collective that was planned may be missing, and another one be there.
         for name in {**planned, **actual}:
             # A figure that was not planned is compared with 0: any value of it differs.
             if abs(actual[name] - planned[name]) > self.within * planned[name]:
@@ -182,6 +184,7 @@ class ExpectedStep:
     def _refuse(self, what: str, differences: Sequence[str], why: str, do: str = "") -> NoReturn:
         command = self.plan.get("train_command")
         remedy = f"{_SAVED}  # plans the run as it is now"
+        # The plan knows the command of the run that it is for.
         if command:
             remedy = f"{command} --expect {self.path}"
         raise ShardingError(what, where=[f"--expect {self.path}", *differences], why=why, do=remedy + do)
@@ -189,6 +192,7 @@ class ExpectedStep:
 
 def _read_plan(path: Path) -> _PlannedStep:
     try:
+        # May be a pipe: --expect <(jshard plan ... --json).
         return checked(parse_json(read_named(path)), _PlannedStep)
     except UnsafeFileError:
         raise
@@ -205,6 +209,7 @@ def _compiled_figures(audit: _PlannedAudit) -> Figures:
     """Returns the figures of a compiled step."""
     figures: Figures = collections.defaultdict(int)
     for row in audit["collectives"]:
+        # A kind may have several rows.
         figures[f"{row['kind']}s"] += row["executions"]
         figures[f"bytes of {row['kind']}"] += row["total_bytes"]
     for row in audit["mixing"]:
@@ -237,6 +242,7 @@ def _is_same(requested: object, planned: object) -> bool:
 
 
 def _split_axes(mesh: Mapping[str, int]) -> dict[str, int]:
+    # An axis of degree 1 splits nothing, whether it is named or not.
     return {axis: degree for axis, degree in mesh.items() if degree > 1}
 
 

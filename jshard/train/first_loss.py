@@ -122,6 +122,7 @@ def explained(
         symptom=_symptom(not_finite, step),
     )
     try:
+        # Inputs first: a NaN in one would be found in the first operation that reads it, which is not at fault.
         error = _error_of_leaf(search, source)
         if error is not None:
             return error
@@ -132,6 +133,7 @@ def explained(
         return unknown
     if failed is None:
         return unexplained(step, batch, not_finite)
+    # A failed check is one of two: of an index, or of a NaN.
     lookup = _OUT_OF_BOUNDS.search(failed.message)
     if lookup is not None:
         return _error_of_lookup(search, failed, index=int(lookup[1]), rows=int(lookup[2]))
@@ -158,8 +160,10 @@ def _leaves_by_path(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
 
 def _readable(path: tuple[object, ...]) -> str:
     """Returns the path of a leaf of (state, batch) in readable form."""
+    # JAX has a class of key for each kind of container, each with another attribute.
     first, *rest = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path)
     if first == 0:
+        # "value" is the array in an nnx variable.
         return dotted(tuple(key for key in rest if key != "value"))
     return "batch" + "".join(f"[{key!r}]" for key in rest).replace("'", '"')
 
@@ -195,6 +199,7 @@ def _first_wrong(
 
     def search(x: jax.Array) -> tuple[jax.Array, ...]:
         wrong = is_wrong(x).reshape(-1)
+        # The first True; 0 if there is none, which `count` says.
         index = jnp.argmax(wrong)
         return index, x.reshape(-1)[index], wrong.sum(), x.max()
 
@@ -231,7 +236,9 @@ def _failed_check(search: _Search) -> _FailedCheck | None:
             grads = grad(nnx.merge(graphdef, state, copy=True), batch)
         return sum(x.sum() for x in jax.tree.leaves(grads))
 
+    # The loss first: a NaN in forward also makes its gradient NaN.
     for quantity, compute in {"the loss": loss, "the gradient": gradients}.items():
+        # Index checks, too: a lookup beyond the end yields NaN, and the message has the index.
         checked = checkify.checkify(compute, errors=checkify.nan_checks | checkify.index_checks)
         error, _ = jax.jit(checked, out_shardings=search.everywhere)(state, search.batch)
         failed = error.get_exception()
@@ -294,11 +301,13 @@ def _error_of_operation(search: _Search, failed: _FailedCheck) -> RunError:
 def _error_of_lookup(search: _Search, failed: _FailedCheck, *, index: int, rows: int) -> RunError:
     """Creates the error for a lookup beyond the end: it names the array, and the index in the batch."""
     sequence_length = search.recipe.sequence_length
+    # The message has only the shape of the array that is indexed.
     table = _table_of_shape(search.leaves, _shape_in(failed.message))
     where = [f"{failed.place}: lookup in {table}"]
     count_text = ""
     largest = max(index, sequence_length - 1)
     remedy = f"keep the index within 0 to {rows - 1}"
+    # Positions, most likely: a table with a row for each has fewer than the sequence needs.
     if sequence_length > rows:
         remedy = f"--set sequence_length={rows}"
     batch_index = _batch_index_beyond(search, rows)
@@ -331,6 +340,7 @@ def _batch_index_beyond(search: _Search, rows: int) -> tuple[str, _WrongElement]
     """Finds the first integers of the batch that are out of range; None if all are in range."""
 
     def is_beyond(x: jax.Array) -> jax.Array:
+        # Negative indices down to -rows count from the end.
         return (x < -rows) | (x >= rows)
 
     for path, leaf in search.leaves.items():
@@ -350,6 +360,7 @@ def _larger_table(table: str, rows: int, largest: int, recipe: Recipe) -> str:
         for field in dataclasses.fields(recipe.model):
             if getattr(recipe.model, field.name) == rows:
                 fits.append(f"--set model.{field.name}={largest + 1}, or ")
+    # Of several fields with that value none can be named.
     if len(fits) == 1:
         return fits[0]
     return f"give {table} {largest + 1} rows, or "

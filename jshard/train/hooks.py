@@ -86,6 +86,7 @@ class MemoryCopyHook(PeriodicHook):
 
     def is_due(self, step: int, last: int) -> bool:
         """Returns whether it runs after this step."""
+        # The base class runs after the last step in any case.
         return step < last and super().is_due(step, last)
 
 

@@ -169,6 +169,7 @@ class _Loop:
             set_phase(phases.STEP)
             if batch is None:  # there are fewer batches than steps
                 break
+            # Once: from here on the processes meet in the step itself.
             if done == self.start_step:
                 self.consensus.wait_for_all()
             done += 1

@@ -90,8 +90,10 @@ class MemoryCopies:
         self._seats = _announce_seats()
         process = jax.process_index()
         partners = neighbours([(seat.host, seat.address) for seat in self._seats])
+        # Rounded up. An estimate: each process has its share of the state.
         part_bytes = _state_bytes(like) // len(self._seats) + 1
         _check_room(self._seats, partners, part_bytes, every)
+        # One for each keeper: several processes may have the same one.
         self._clients = {seat.address: KeeperClient(seat.address, seat.token) for seat in self._seats}
         self._seat = self._seats[process]
         partner = self._seats[partners[process]]
@@ -111,6 +113,7 @@ class MemoryCopies:
 
     def restore(self, *, newer_than: int | None) -> dict[str, Any] | None:
         """Returns the state of the newest complete copy; None if there is none that is newer than the step on disk."""
+        # All processes try the same copies in the same order: reading one needs all of them.
         for copy in self._complete_copies():
             if newer_than is not None and copy.step <= newer_than:
                 continue
@@ -119,6 +122,7 @@ class MemoryCopies:
             except FourPartError as error:
                 self._say(f"the copy in memory of step {copy.step} is not used: {error.why}")
                 continue
+            # The next copy is stored beside this one, which stays valid until then.
             self._newest = copy
             launch.note(copy=copy.step)
             return state
@@ -174,6 +178,7 @@ class MemoryCopies:
     def _send_part(self, packing: Packing, step: int, before: Callable[[], None]) -> str | None:
         """Sends the part of this process; returns why that failed, None if it did not."""
         try:
+            # In this thread: the checksums of all bytes take some time.
             pieces = packing.finish()
             part = KeptPart(self._run, step, jax.process_index(), len(self._seats))
             for target in self._targets:
@@ -186,6 +191,7 @@ class MemoryCopies:
 
     def _agree(self, copy: _MemoryCopy, failure: str | None) -> list[str]:
         """Makes the copy valid if all processes have stored their parts; returns the failures."""
+        # By messages of the service, not by the devices, which are training meanwhile.
         results = exchange("copy in memory", failure, timeout_s=TIMEOUT_S)
         failures = [f"process {process}: {result}" for process, result in enumerate(results) if result is not None]
         if failures:
@@ -204,6 +210,7 @@ class MemoryCopies:
             for part in seat.parts:
                 processes[part.step, part.run, part.of].add(part.process)
         copies = []
+        # `of` may differ from the number of processes now: a run may continue with fewer.
         for (step, run, of), stored in processes.items():
             if stored >= set(range(of)):
                 copies.append((step, run))
@@ -232,6 +239,7 @@ class MemoryCopies:
         parts = set()
         for seat in self._seats:
             parts |= {part for part in seat.parts if (part.run, part.step) == copy}
+        # By their process: run and step are the same for all.
         return sorted(parts)
 
     def _reader(self, part: KeptPart) -> Callable[[int, int], bytearray]:
@@ -252,6 +260,7 @@ def neighbours(places: Sequence[tuple[str, str]]) -> list[int]:
     Args:
         places: machine and address of the keeper of every process.
     """
+    # On several machines the keepers of one are lost together, so it counts as one place.
     is_spread = len({host for host, _ in places}) > 1
     machines: dict[str, list[int]] = {}
     for process, (host, address) in enumerate(places):
@@ -302,6 +311,7 @@ def _own_seat() -> _Seat:
         )
     try:
         parts, held_bytes = keeper.parts()
+        # The client of the run opens its own connection.
         keeper.close()
     except (OSError, ValueError, KeyError) as error:
         raise RunError(
@@ -401,6 +411,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
             top = (root / "sys/fs/cgroup" / controllers).resolve()
             group = (root / "sys/fs/cgroup" / controllers / path.lstrip("/")).resolve()
             files = _V1 if controllers else _V2
+            # Each group around it may have a limit of its own, and the least counts.
             for each in (group, *group.parents):
                 if each.is_relative_to(top):
                     yield from _left(each, files)

@@ -88,6 +88,7 @@ class Meter:
 
     def pause(self) -> None:
         """Excludes the time since the last `done`. Call it after an evaluation, a checkpoint or other non-steps."""
+        # Without a completed step the clock is not running yet.
         if self._last_step is not None:
             self._last_s = self._clock()
 
@@ -107,6 +108,7 @@ class Meter:
     def _rates(self) -> dict[str, float]:
         """Returns the time of a step, and what follows from it."""
         total_s = sum(span.time_s for span in self._spans)
+        # Over all steps of the window, as a span may have several.
         step_s = total_s / sum(span.steps for span in self._spans)
         scalars = {"step_s": step_s}
         # A caller may report several steps at once: then none has a time of its own.
@@ -188,6 +190,7 @@ class Progress:
             self._pending = True
             if step == self._num_steps or self._clock() >= self._next_s:
                 self._show()
+        # On a terminal an evaluation stays; steps replace each other.
         if "val_loss" in scalars:
             self.note(_evaluation_text(step, scalars))
 
@@ -206,6 +209,7 @@ class Progress:
 
     def _describe(self, step: int, scalars: Mapping[str, float]) -> list[str]:
         """Returns the fields of the line, the most important first."""
+        # As wide as the last number, so that the fields behind it do not move.
         width = len(str(self._num_steps))
         fields = [f"step {step:>{width}}/{self._num_steps}", f"loss {loss_text(scalars['loss'])}"]
         for unit in ("tokens", "samples"):
@@ -255,6 +259,7 @@ def _slowest_text(scalars: Mapping[str, float]) -> str:
 def _fitted(fields: list[str], columns: int) -> str:
     """Returns as many whole fields as fit: a truncated number would be wrong."""
     line = fields[0]
+    # In their order, the most important first: none is shown in place of one before it.
     for field in fields[1:]:
         if len(line) + 2 + len(field) > columns:
             break
@@ -325,6 +330,7 @@ class StepProfile:
         """Writes the recording; the devices must be idle."""
         if not self.is_recording:
             return
+        # First: if stopping fails, it is not tried again.
         self.is_recording = False
         self.steps = range(0)
         try:
@@ -354,6 +360,7 @@ def check_profile(steps: range, *, num_steps: int) -> None:
 
 def left_to_profile(steps: range, *, start_step: int) -> tuple[range, str | None]:
     """Returns the steps to profile that a resumed run has yet to do, and a remark about the others."""
+    # Steps count from 1: `start_step` of them are done.
     remaining = range(max(steps.start, start_step + 1), steps.stop)
     if not remaining:
         return remaining, f"not profiled: steps {steps[0]}..{steps[-1]} were done before this start."

@@ -67,6 +67,7 @@ class Trackers:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Passes the scalars to every tracker."""
+        # First, so that the record has the step, whatever an optional one does.
         for tracker in self._needed:
             tracker.log(step, scalars)
         for tracker in tuple(self._optional):  # a copy: one that fails is removed
@@ -79,6 +80,7 @@ class Trackers:
     def close(self) -> None:
         """Closes every tracker, even if one of them fails."""
         with contextlib.ExitStack() as stack:
+            # Runs last, and in any case: also if a `warn` raises.
             stack.callback(self.close_needed)
             while self._optional:
                 tracker = self._optional.pop(0)
@@ -90,6 +92,7 @@ class Trackers:
     def close_needed(self) -> None:
         """Closes only the needed trackers: the optional ones may wait for files written after the last step."""
         with contextlib.ExitStack() as stack:
+            # Callbacks run in reverse order: this closes the trackers in theirs, each even if another fails.
             for tracker in reversed(self._needed):
                 stack.callback(tracker.close)
             self._needed.clear()
@@ -135,8 +138,10 @@ class Jsonl:
             if resume_after is None:
                 _create(self._path)
             elif self._path.exists():
+                # The steps after it are done again, and would be in the record twice.
                 _cut_back(self._path, resume_after)
             number = open_in_place(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        # Without a buffer: a killed process would lose what is in it.
         self._file = os.fdopen(number, "ab", buffering=0)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -186,6 +191,7 @@ def iterate_metrics(path: str | Path) -> Iterator[MetricsLine]:
 
 def _number(value: SupportsFloat) -> int | float | None:
     """Returns a number that JSON has; None for NaN and the infinities."""
+    # Stays an integer in JSON; also one of NumPy, which `json` does not take.
     if isinstance(value, numbers.Integral):
         return int(value)
     number = float(value)

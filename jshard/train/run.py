@@ -62,8 +62,10 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
     options = _for_this_process(options)
     _check_request(recipe, options)
     loader = _loader(options.data, recipe, recipe.batch_size, options.mesh, options.workers)
+    # Of the size of a microbatch, for which the step has memory.
     eval_loader = _loader(options.data, recipe, recipe.batch_size // recipe.accumulate, options.mesh)
     _check_initial_parameters(model_file, recipe, options)
+    # Before the folder is opened: it refuses a machine without room for the copies.
     copies = None
     if options.keep_in_memory is not None:
         state = abstract_state(model_file, recipe, options.mesh)
@@ -95,7 +97,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
 
 
 def _for_this_process(options: RunOptions) -> RunOptions:
-    """Returns the options with full paths; only the first process prints."""
+    """Returns the options with the home folder in place of `~` in paths; only the first process prints."""
     init_from = options.init_from
     if init_from is not None:
         init_from = expanded(init_from)
@@ -124,6 +126,7 @@ def _check_initial_parameters(model_file: ModelFile, recipe: Recipe, options: Ru
     series = place_of(options.command_options.get("checkpoints") or Path(options.out) / OF_A_RUN)
     # Looked up in any case, and now: a bucket may be missing, or refuse the user.
     is_begun = bool(steps_in(series))
+    # A run that continues from its own checkpoints does not read the source again, which may be gone.
     if options.init_from is None or (options.resume and is_begun):
         return
     check_source(model_file, recipe, options.mesh, options.init_from, extra=options.extra)
@@ -156,6 +159,7 @@ def check_trackers(track: Sequence[str | Tracker]) -> None:
     All processes call it: a login is needed in the first one only, and if that has none, all raise the error.
     """
     trackers.check_trackers(track)
+    # The others have no login, and wait for the outcome.
     error = None
     if is_primary():
         try:
@@ -169,6 +173,7 @@ def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer | None) -> None:
     """Checks that the model has a row for every id of the tokenizer."""
     if tokenizer is None:
         return
+    # By convention: a model file may call it otherwise, and is then not checked.
     rows = getattr(recipe.model, "vocab_size", None)
     num_ids = tokenizer.vocab_size
     if isinstance(rows, int) and rows < num_ids:

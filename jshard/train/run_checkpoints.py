@@ -81,6 +81,7 @@ class RunCheckpoints:
         # After an error other processes may be gone, and a copy in progress would wait for them.
         if self._copies is not None and kind is None:
             self._copies.close()
+        # Waits for a save in progress; only then is its checkpoint complete.
         self._series.__exit__(kind, error, traceback)
         if kind is None:
             self._report_newest()
@@ -139,6 +140,7 @@ class RunCheckpoints:
         """Returns the model once more as `state` returned it, and the origin of its parameters."""
         model_file, recipe, mesh = self._model_file, self._recipe, self._options.mesh
         if self._is_from_memory:
+            # Less 1, as `newer_than` excludes its own step, and the copy is of `start_step`.
             copy = self._from_memory(newer_than=start_step - 1)
             if copy is not None:
                 return copy.model, f"as in the copy in memory of step {start_step}"

@@ -50,7 +50,7 @@ from jshard.train.run_record import RunRecord, check_agree
 _RECORD = "run.json"
 _LOCK = ".lock"
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_LOCK_RELEASE_S = 120.0
+_LOCK_RELEASE_S = 120.0  # for the holder of a lock that was lost, see `_continue`
 _VISIBLE_S = 30.0  # network file systems show the writes of other processes late
 _LOOK_S = 0.1
 
@@ -127,12 +127,14 @@ class RunFolder:
         """
         folder = cls(expanded(path), record, resume=resume)
         with contextlib.ExitStack() as undo:
+            # The callbacks run in reverse: run.json is removed before the lock is released.
             undo.callback(folder.close)
             reports = folder._open_in_first_process()
             if folder.is_primary and not resume:
-                # The run has not begun: a refusal from here on leaves an empty folder behind.
+                # The run has not begun: a refusal from here on leaves a folder with only its lock.
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
             hosts = [report["host"] for report in reports]
+            # Now, and not by the first process alone: each has read its own model file and data.
             check_agree([report["request"] for report in reports], hosts)
             first = reports[0]
             folder.notices = first["notices"]
@@ -145,6 +147,7 @@ class RunFolder:
 
     def _open_in_first_process(self) -> list[_FolderReport]:
         """Locks the folder in the first process; returns the reports of all, or raises its error in all."""
+        # Made in every process; the reports say which one is that of the first.
         token = secrets.token_hex(8)
         error = None
         if self.is_primary:
@@ -179,6 +182,7 @@ class RunFolder:
 
     def samples_before(self, step: int) -> int:
         """Returns the samples used by so many steps; the batch size of a resumed run may have changed."""
+        # A new run has no starts yet.
         sizes = self._batch_sizes or [_BatchSize(0, self.config["batch_size"])]
         # Each size applies up to the next one, and the last up to this step.
         ends = [size.first_step for size in sizes[1:]] + [step]
@@ -193,6 +197,7 @@ class RunFolder:
 
         The settings there become those of this start: a run that is resumed again continues with them.
         """
+        # One writer: the others have no attempts, and `trains` and `ended` do nothing there.
         if not self.is_primary:
             return
         if isinstance(mesh, Mesh):
@@ -237,6 +242,7 @@ class RunFolder:
     def _record_attempts(self, attempts: list[Attempt]) -> None:
         self._attempts = attempts
         with _writing(self.path):
+            # The two figures are for readers of the file: jshard computes them from the attempts each time.
             changes = {"attempts": attempts, "ettr": ettr(attempts), "paused_s": paused_s(attempts)}
             _write(self.path, _read(self.path) | changes)
 
@@ -318,6 +324,7 @@ class RunFolder:
     def _create(self, token: str) -> None:
         """Creates the folder of a new run."""
         self.check_vacant(self.path)
+        # The lock is a file in it.
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path / _LOCK, token)
@@ -333,6 +340,7 @@ class RunFolder:
             # The process that held the lock may be frozen, or on a disconnected machine, and not ended yet.
             wait_s = _LOCK_RELEASE_S
         # Before anything is read: the live run may still write.
+        # Checked, not taken yet: taking it writes to its file, and a refused request changes nothing.
         RunLock.check_free(self.path / _LOCK, wait_s=wait_s)
         stored = _read(self.path)
         self.notices += self._record.check_continues(stored, where=str(self.path / _RECORD))
@@ -380,6 +388,7 @@ def _check_empty(path: Path) -> None:
         return
     with _writing(path):
         names = sorted(name for name in os.listdir(path) if name != _LOCK and not is_draft(name, _RECORD))
+    # Before the other error: its advice continues that run.
     if _RECORD in names:
         raise ShardingError(
             "The folder holds another run.",
@@ -436,6 +445,7 @@ def _batch_sizes(stored: StoredRecord) -> list[_BatchSize]:
     """Returns the batch sizes of a run; a start at an earlier step undoes later ones."""
     sizes: list[_BatchSize] = []
     for start in stored["starts"]:
+        # Steps from here on are done again, with the size of this start.
         sizes = [size for size in sizes if size.first_step < start["step"]]
         sizes.append(_BatchSize(start["step"], start["batch_size"]))
     return sizes
@@ -458,6 +468,7 @@ def _writing(path: Path) -> Iterator[None]:
         name = errno.errorcode.get(error.errno or 0, error.errno)
         why = f"{error.strerror} ({name}): {error.filename or path}."
         if error.errno in _BROKEN_DISK:
+            # A failed disk is no fault of the request, so the run can be resumed: a RunError.
             do = "repair the disk." if error.errno == errno.EIO else "make room."
             raise RunError("The folder of the run could not be written.", where=str(path), why=why, do=do) from error
         raise ShardingError(

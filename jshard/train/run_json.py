@@ -57,6 +57,7 @@ class StoredRecord(_BegunRun, total=False):
     attempts: list[Attempt]
 
 
+# Optional in `Attempt`, as one in progress lacks them; sums over ended ones need them.
 _KEYS_OF_END = ("cause", "productive_s", "steps_lost", "seconds_lost")
 _MOMENTS = ("begin", "ready", "end")
 
@@ -68,6 +69,7 @@ def checked_record(value: object) -> StoredRecord:
         FormError: they have not.
     """
     record = checked(value, StoredRecord)
+    # All of it: a start writes back also the keys that this version does not know.
     check_writable_values(value, finite=True)
     for number, attempt in enumerate(record.get("attempts", [])):
         missing = [key for key in _KEYS_OF_END if key not in attempt]
@@ -81,6 +83,7 @@ def checked_record(value: object) -> StoredRecord:
 def _check_moment(text: str | None, where: str) -> None:
     if text is None:
         return
+    # The text is only checked: the file keeps it as it was written.
     try:
         seconds_of(text)
     except (ValueError, OverflowError) as error:

@@ -100,6 +100,7 @@ class RunRecord:
         num_changes = len(lines)
         # By the fingerprint: the same text may have moved to another folder.
         if stored_data["fingerprint"] != self.data["fingerprint"]:
+            # One change, in two lines: descriptions are long.
             num_changes += 1
             lines.append(f"data  stored {_data_text(stored_data)}")
             lines.append(f"      wanted {_data_text(self.data)}")
@@ -120,6 +121,7 @@ def check_agree(requests: Sequence[Mapping[str, object]], hosts: Sequence[str]) 
     """Checks that all processes of a run have the same request: else each would compute a part of another model."""
     lines = []
     for process, request in enumerate(requests):
+        # Against the first process, which writes the record of the run.
         for key, ours, theirs in differences(requests[0], request):
             their_text = f"process {process} on {hosts[process]} {_text(theirs)}"
             lines.append(f"{key}  {their_text}  process 0 on {hosts[0]} {_text(ours)}")

@@ -53,8 +53,10 @@ class Draw:
 
     def token(self, scores_V: jax.Array, number: ArrayLike) -> jax.Array:
         """Returns the token at a position of the text."""
+        # At temperature 0: the division below is not possible.
         if not self.temperature:
             return scores_V.argmax().astype(jnp.int32)
+        # Otherwise all take part, and there is nothing to cut.
         if 0 < self.top_k < scores_V.size:
             highest_K, _ = jax.lax.top_k(scores_V, self.top_k)
             scores_V = jnp.where(scores_V < highest_K[-1], -jnp.inf, scores_V)
@@ -84,6 +86,7 @@ class Sampler:
     """
 
     def __init__(self, model: nnx.Module, mesh: Mesh, *, window: int, num_ids: int, draw: Draw) -> None:
+        # The arrays are arguments of the programs: closed over, they would be constants in them.
         graphdef, state = nnx.split(inference_view(model))
         self._leaves, tree = jax.tree.flatten(state)
         self._window = window
@@ -100,6 +103,7 @@ class Sampler:
                 view = global_view()
             with view:
                 scores_BTV, past = _decode(model, tokens_BT, past, position)
+            # All rows are equal. A model may have more rows than the tokenizer has ids.
             return scores_BTV[0, :, :num_ids].astype(jnp.float32), past
 
         def begin(
@@ -125,12 +129,14 @@ class Sampler:
         window = text[-self._window :]
         step = None
         while len(text) < end:
+            # Always one length, so that one program reads every window.
             padded = np.zeros(self._window, np.int32)  # a decoder does not see later tokens
             padded[: len(window)] = window
             token, past = self._begin(self._leaves, padded, np.int32(len(window)), np.int32(len(text)))
             text.append(int(token))
             if step is None:  # the cache of every window has the same shardings
                 step = self._step_for(past)
+            # Until the window is full, or the text is complete.
             last_position = min(self._window, len(window) + end - len(text))
             for position in range(len(window), last_position):
                 token, past = step(self._leaves, past, token, np.int32(position), np.int32(len(text)))
@@ -154,6 +160,7 @@ def _decode(model: Any, tokens_BT: jax.Array, past: Cache, position: ArrayLike) 
         return model.decode(tokens_BT, past, position)
     if past is None:
         return model(tokens_BT), tokens_BT
+    # Later positions of the window have padding, which a decoder does not see.
     past = jax.lax.dynamic_update_slice_in_dim(past, tokens_BT, position, axis=1)
     return jax.lax.dynamic_slice_in_dim(model(past), position, 1, axis=1), past
 

@@ -119,6 +119,7 @@ class StopConsensus:
         if steps > 0:  # else there is no time of a step to compare with: twice after one step, or the first meeting
             self._compare(reports, steps, slowest_step_s)
         self._next_meeting_step = step + _steps_to_next_meeting(reports, slowest_step_s)
+        # Of several signals all take the same; 0 if none was received.
         number = max(report.signal for report in reports)
         if number == 0:
             return None

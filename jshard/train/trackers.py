@@ -204,6 +204,7 @@ def open_trackers(
     requested = tuple(track)
     check_trackers(requested)
     run = TrackedRun(folder=expanded(out), config=config, resume_after=resume_after)
+    # Each once: two writers would write into one folder.
     names = dict.fromkeys(names_in(requested))
     # Services first: if one refuses the run, no file of another tracker was created.
     ordered = sorted(names, key=lambda name: not _trackers[name].is_service)
@@ -232,6 +233,7 @@ class TensorBoard:
         folder = expanded(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = package.RecordWriter(str(folder / _event_file(folder)))
+        # Each event file begins with its version.
         self._write(file_version="brain.Event:2")
         if resume_after is not None:
             # TensorBoard hides all events of earlier files from this step on: the run repeats them.
@@ -302,6 +304,7 @@ class WeightsAndBiases:
                 # The id of before: W&B then adds to the run that it has, instead of beginning another one.
                 id=_run_id(self._folder / "wandb" / "run_id", resume_after is not None),
                 resume="allow",
+                # It would otherwise capture the output of the run.
                 settings=self._wandb.Settings(console="off", finish_timeout=_WANDB_FINISH_S),
             )
         except Exception as error:
@@ -365,6 +368,7 @@ def _log_in(wandb: Any) -> None:
 
 
 def _run_id(path: Path, resumed: bool) -> str:
+    # A new run never continues the record of another one.
     if resumed and path.exists():
         return read_bytes(path, _RUN_ID_BYTES, follow=False).decode(errors="replace").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -380,6 +384,7 @@ def _event_file(folder: Path) -> str:
         stamp = path.name.split(".")[3]
         if stamp.isdecimal():
             newest = max(newest, int(stamp))
+    # Two starts within a second, or a clock that was set back, get different names in the right order.
     stamp_s = max(int(time.time()), newest + 1)
     return f"events.out.tfevents.{stamp_s:010d}.{socket.gethostname()}"
 

@@ -62,7 +62,7 @@ class TrainingRun:
     """One start of a run.
 
     Attributes:
-        options: with full paths; its `say` prints in the first process only.
+        options: without `~` in paths; its `say` prints in the first process only.
         folder: locked.
         stop: catches signals while the run trains.
         at_the_end: closes what the sample and the plot at the end still need.
@@ -82,8 +82,10 @@ class TrainingRun:
             with self._watching(), self.at_the_end:
                 with self.stop:
                     model, fitted = self._train(loader, eval_loader)
+                # The state is saved, so signals have their usual effect again.
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
+            # Also a stop is on request: the time until the next start is a pause.
             cause = "done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}"
             self.folder.ended(cause, on_request=True)
             self._say_attempts()
@@ -93,6 +95,7 @@ class TrainingRun:
             if isinstance(error, FourPartError):
                 with contextlib.suppress(FourPartError):
                     self.folder.ended(f"{type(error).__name__}: {error.what}")
+            # A run that was refused has nothing to continue.
             if self.checkpoints.is_begun:
                 error.add_note(self.checkpoints.how_to_continue())
             raise
@@ -101,6 +104,7 @@ class TrainingRun:
         """Restores or creates the state, and does the steps that are left; returns the model after the last one."""
         model, optimizer, start_step = self.checkpoints.state(self.options.init_from)
         self._say_loss_scale(optimizer)
+        # Nothing is compiled, and no start is recorded.
         if start_step >= self.recipe.num_steps:
             self._say_nothing_is_left(start_step)
             return model, Fitted(start_step)
@@ -149,11 +153,13 @@ class TrainingRun:
     ) -> Fitted:
         """Runs the loop, with evaluations and checkpoints."""
         eval_batch = batch_like(self.options.data, eval_loader.batch_size, self.options.mesh)
+        # Before the first step: a fault in it ends the run now, and not after hours.
         with self._at_work("compiling the evaluation"):
             eval_step = EvalStep(self.model_file.loss_fn, step, eval_batch)
         tracker, print_line = self._open_record(step, start_step, trackers)
         start_sample = self.folder.samples_before(start_step)
         profile = self._profile(step, start_step, print_line)
+        # Both counts: with a batch size that has changed, samples do not follow from steps.
         batches = loader.train(self.recipe.num_steps, start_step=start_step, start_sample=start_sample)
         self.folder.trains()  # from here on the time of the attempt counts as productive
         try:
@@ -210,6 +216,7 @@ class TrainingRun:
         launch.set_phase("searching for a NaN")  # a phase without a deadline: it runs one operation at a time
         names = " and ".join(not_finite)
         self.options.say(f"searching for the NaN/inf in {names} of step {step}, operation by operation ...")
+        # The model is built once more, and there may be no memory for both.
         trained.delete()
         model, source = self.checkpoints.model_before(start_step, self.options.init_from)
         return explained(self.model_file, self.recipe, model, batch, step=step, not_finite=not_finite, source=source)
@@ -299,6 +306,7 @@ class TrainingRun:
 
     def _sample(self, model: nnx.Module, fitted: Fitted) -> str | None:
         """Generates text with the model at the end: all processes take part, but one may not get this far."""
+        # A run that is stopped has little time left.
         if fitted.stopped_by is not None or self.options.sample_tokens <= 0:
             return None
         launch.set_phase(phases.SAMPLE)

@@ -66,8 +66,10 @@ def model_of_run(record: Mapping[str, object], *, is_trusted: bool, where: Path,
 
 def _is_own(record: Mapping[str, object], name: str) -> bool:
     stated = record.get(SEAL)
+    # `compare_digest` raises for a text that is not ASCII.
     if not isinstance(stated, str) or not stated.isascii():
         return False
+    # Without a key nothing was sealed here, and none has to be created.
     key = user_key(is_needed=False)
     return key is not None and hmac.compare_digest(stated, _seal(key, name))
 

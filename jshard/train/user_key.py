@@ -37,6 +37,7 @@ def _create_key(file: Path) -> None:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(secrets.token_bytes(_KEY_BYTES))
+        # A link, not a rename: it never replaces a key with which something may be signed already.
         with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
             os.link(draft, file)
     finally:
