@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from jshard._text import counted, human_bytes
 from jshard.checkpoint.formats import ArraySource, ForeignSource, Names, write_dcp, write_safetensors
 from jshard.checkpoint.lookup import checkpoint_at, local_path
+from jshard.checkpoint.manifest import Value
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.part import Part, part_of
 from jshard.checkpoint.readers import own_checkpoint
@@ -113,10 +114,10 @@ def _write(
     )
 
 
-def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Any]:
+def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Value]:
     """Returns the numbers and strings below a path, by paths relative to it."""
     prefix = f"{part.strip('/')}/" if part else ""
-    values: Mapping[str, Any] = checkpoint.values()
+    values: Mapping[str, Value] = checkpoint.values()
     return {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
 
 
