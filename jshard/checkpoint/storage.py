@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -202,7 +202,9 @@ def _as_stored(stored: PyTree, targets: Mapping[str, Target], path: str = "") ->
     return stored
 
 
-def _dict_as_stored(stored: Mapping[str, PyTree], targets: Mapping[str, Target], path: str) -> dict[str, PyTree]:
+def _dict_as_stored(
+    stored: Mapping[Hashable, PyTree], targets: Mapping[str, Target], path: str
+) -> dict[Hashable, PyTree]:
     tree = {}
     for key, node in stored.items():
         node_path = _join(path, key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -117,7 +117,7 @@ def _write(
 def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Value]:
     """Returns the numbers and strings below a path, by paths relative to it."""
     prefix = f"{part.strip('/')}/" if part else ""
-    values: Mapping[str, Value] = checkpoint.values()
+    values = checkpoint.values()
     return {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
 
 
