@@ -24,7 +24,7 @@ import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeGuard
 
 from jshard._parsing import is_text, parse_json
 from jshard._text import human_bytes
@@ -247,7 +247,7 @@ def check_regular_files(folder: Path) -> None:
                     raise _not_regular(entry.path, entry.stat().st_mode)
 
 
-def is_inside(relative: object) -> bool:
+def is_inside(relative: object) -> TypeGuard[str]:
     """Returns whether a path that a file names stays below the folder of that file: relative, and without `..`."""
     if not isinstance(relative, str) or not is_text(relative):
         return False

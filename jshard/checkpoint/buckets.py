@@ -19,9 +19,10 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -42,6 +43,13 @@ _CAUSE = re.compile(r"status code: ([^:]*)|(HTTP error: .*)")
 _REFUSED = re.compile("status code: 4(?!08|09|29)")  # not those of a time limit, a conflict, or too many requests
 
 _Result = TypeVar("_Result")
+
+_Client: TypeAlias = Any
+"""A store of the driver, which need not be installed."""
+
+_Upload: TypeAlias = Any
+"""A file of the driver that is open for writing."""
+
 Tag = dict[str, str]
 """The version of an object, as `replace` needs it."""
 
@@ -216,7 +224,7 @@ class BucketPath:
                     self._delete([key])
 
     @property
-    def _store(self) -> Any:
+    def _store(self) -> _Client:
         return _store(self.scheme, self.bucket)
 
     def _with_retries(self, request: Callable[[], _Result]) -> _Result:
@@ -295,7 +303,7 @@ class BucketFolder:
         The parts of a failed upload are removed by the bucket's rule for abandoned uploads.
         """
         path = self.path / name
-        writer: Any = None  # without `close`, the object never appears
+        writer: _Upload = None  # without `close`, the object never appears
         for part in parts:
             views = part()
             if writer is None:  # the first part starts the upload and may be retried here; the driver retries others
@@ -330,13 +338,13 @@ class BucketFolder:
         return None
 
 
-def _begin_upload(path: BucketPath, views: Sequence[memoryview]) -> Any:
+def _begin_upload(path: BucketPath, views: Sequence[memoryview]) -> _Upload:
     writer = _driver().open_writer(path._store, path.key, buffer_size=PART_BYTES, max_concurrency=_IN_FLIGHT)
     _upload(writer, views)
     return writer
 
 
-def _upload(writer: Any, views: Sequence[memoryview]) -> None:
+def _upload(writer: _Upload, views: Sequence[memoryview]) -> None:
     for view in views:
         writer.write(view)
 
@@ -352,7 +360,7 @@ def _has_size(path: BucketPath, num_bytes: int) -> bool:
 
 
 @functools.cache
-def _store(scheme: str, bucket: str) -> Any:
+def _store(scheme: str, bucket: str) -> _Client:
     """Returns the driver's client; it finds credentials and the endpoint as the cloud vendors' tools do."""
     stores = _driver().store
     store_class = stores.S3Store if scheme == "s3" else stores.GCSStore
@@ -366,7 +374,7 @@ def _store(scheme: str, bucket: str) -> Any:
 
 
 @functools.cache
-def _driver() -> Any:
+def _driver() -> ModuleType:
     try:
         importlib.import_module("obstore.store")
         return importlib.import_module("obstore")
@@ -379,11 +387,11 @@ def _driver() -> Any:
         ) from error
 
 
-def _errors() -> Any:
+def _errors() -> ModuleType:
     return _driver().exceptions
 
 
-def _tag(meta: Any) -> Tag:
+def _tag(meta: Mapping[str, Any]) -> Tag:
     # Stores return one of them or both: GCS compares versions, S3 entity tags.
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from jshard._processes import all_or_none, failures, publish_failure, withdraw
+from jshard._types import Json
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, in_four_parts, write_failed
 from jshard.errors import FourPartError, causes
@@ -106,7 +107,7 @@ class CollectiveSteps:
             return self._timeout_s / 4
         return self._timeout_s
 
-    def _error_of_others(self, failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+    def _error_of_others(self, failures: Mapping[int, Mapping[str, Json]]) -> FourPartError:
         """Returns an error that names those of other processes: a mistake in the request, or all reasons."""
         for process, parts in failures.items():
             if parts["is_request"]:

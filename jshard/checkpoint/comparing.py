@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.manifest import StoredLeaf, Value
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import own_checkpoint
 
@@ -49,8 +49,8 @@ class _CheckpointPair:
 
     a: Opened
     b: Opened
-    values_a: dict[str, Any]  # the Python values, by path
-    values_b: dict[str, Any]
+    values_a: dict[str, Value]  # the Python values, by path
+    values_b: dict[str, Value]
 
     @classmethod
     def open(cls, a: Place, b: Place) -> _CheckpointPair:

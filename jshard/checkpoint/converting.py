@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import StoredLeaf
@@ -60,7 +61,7 @@ def _stored_sharding(sharding: Sharding | None, pick: Pick, ndim: int) -> Shardi
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def own_mesh(leaf: Target) -> contextlib.AbstractContextManager[Any]:
+def own_mesh(leaf: Target) -> contextlib.AbstractContextManager[object]:
     """Activates the mesh of a leaf: with Explicit axes, jax refuses to compute under another one."""
     mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
@@ -133,7 +134,7 @@ def _picked(pick: Pick, parts: Sequence[Leaf]) -> Leaf:
     return parts[0]
 
 
-def _as_dtype(pick: Pick, array: np.ndarray, dtype: Any) -> np.ndarray:
+def _as_dtype(pick: Pick, array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     """Returns an array in another dtype; raises for integers and bools that the dtype cannot hold exactly."""
     is_whole = array.dtype == object or jnp.issubdtype(array.dtype, jnp.integer)  # object: over 64 bits
     must_be_equal = is_whole or dtype == np.bool_
@@ -170,7 +171,7 @@ def _is_equal(cast: np.ndarray, numbers: np.ndarray) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _take_layer(dtype: Any, sharding: Sharding) -> Callable[[jax.Array, int], jax.Array]:
+def _take_layer(dtype: DTypeLike, sharding: Sharding) -> Callable[[jax.Array, int], jax.Array]:
     def take_layer(stack: jax.Array, layer: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False).astype(dtype)
 
@@ -178,7 +179,7 @@ def _take_layer(dtype: Any, sharding: Sharding) -> Callable[[jax.Array, int], ja
 
 
 @functools.lru_cache(maxsize=256)
-def _stack(dtype: Any, sharding: Sharding) -> Callable[[Sequence[jax.Array]], jax.Array]:
+def _stack(dtype: DTypeLike, sharding: Sharding) -> Callable[[Sequence[jax.Array]], jax.Array]:
     def stack(layers: Sequence[jax.Array]) -> jax.Array:
         return jnp.stack(layers).astype(dtype)
 
@@ -186,7 +187,7 @@ def _stack(dtype: Any, sharding: Sharding) -> Callable[[Sequence[jax.Array]], ja
 
 
 @functools.lru_cache(maxsize=256)
-def _cast(dtype: Any, sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+def _cast(dtype: DTypeLike, sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype)
 

@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._files import METADATA_BYTES, is_inside, write_text
 from jshard._parsing import checked, is_int, parse_json
+from jshard._types import Json
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
 from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.checkpoint.state.leaf_sums import Sums
@@ -120,7 +121,7 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
     return StoredLeaf(shape=shape, dtype=jnp.dtype(numbers.dtype).name, key=key, spec=_spec(leaf))
 
 
-def _spec(leaf: Any) -> str | None:
+def _spec(leaf: object) -> str | None:
     sharding = getattr(leaf, "sharding", None)
     return spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else None
 
@@ -193,7 +194,7 @@ def read(folder: Place, *, check: bool = True) -> Manifest | None:
     )
 
 
-def _fields_of(content: bytes, *, check: bool) -> Any:
+def _fields_of(content: bytes, *, check: bool) -> Json:
     """Parses the file. Raises as `from_json`; the fields are not checked here."""
     sealed = parse_json(content)
     body = sealed["seal"]
@@ -247,7 +248,7 @@ def _size_of_file(folder: Place, name: str, sizes_in_bucket: Mapping[str, int]) 
 # ---- JSON
 
 
-def to_json(manifest: Manifest) -> dict[str, Any]:
+def to_json(manifest: Manifest) -> dict[str, Json]:
     """Returns a manifest as JSON values."""
     fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
     leaves = {}
@@ -256,7 +257,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
     return {"format": FORMAT if manifest.packed else 1, **fields, "leaves": leaves}
 
 
-def from_json(fields: Mapping[str, Any]) -> Manifest:
+def from_json(fields: Mapping[str, Json]) -> Manifest:
     """Inverts `to_json`.
 
     The checksum of a manifest is not a signature: anyone may have written it. So no field is trusted that a program
@@ -295,7 +296,7 @@ _MOST_KEYS = 1000  # in a path; as many levels as Python has frames
 _DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]{1,30}")
 
 
-def _known_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _known_fields(kind: type, fields: Mapping[str, Json]) -> dict[str, Any]:
     """Returns the fields that a dataclass knows, with lists as tuples; a later version may write further ones."""
     names = _field_names(kind)
     known = {}
@@ -310,7 +311,7 @@ def _field_names(kind: type) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
-def _checked_leaf(path: str, fields: Mapping[str, Any]) -> StoredLeaf:
+def _checked_leaf(path: str, fields: Mapping[str, Json]) -> StoredLeaf:
     """Returns a leaf whose size and dtype can be computed with."""
     leaf = StoredLeaf(**_known_fields(StoredLeaf, fields))
     if is_too_deep(path):
@@ -345,7 +346,7 @@ def is_too_deep(path: str) -> bool:
     return path.count("/") > _MOST_KEYS
 
 
-def is_shape(shape: object) -> bool:
+def is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
     """Returns whether this is the shape of an array, as a tuple, whose size in bytes can be computed with."""
     if not isinstance(shape, tuple) or len(shape) > _MOST_DIMS:
         return False
@@ -354,7 +355,7 @@ def is_shape(shape: object) -> bool:
     return math.prod(max(size, 1) for size in shape) <= _MOST_ELEMENTS
 
 
-def _checked_files(files: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _checked_files(files: Mapping[str, Json]) -> dict[str, tuple[int, int | None]]:
     """Returns the sizes and checksums of files, by name."""
     pairs = {name: (size, checksum) for name, (size, checksum) in files.items()}
     for name, (size, checksum) in pairs.items():
@@ -380,7 +381,7 @@ def _check_values(fields: Mapping[str, Any]) -> None:
             raise ValueError(f"it has no value of {name[:200]}")
 
 
-def _check_metrics(metrics: Mapping[str, Any]) -> None:
+def _check_metrics(metrics: Mapping[str, Json]) -> None:
     for name, value in metrics.items():
         # Not `checked`, as a loss may be NaN.
         if not is_int(value) and type(value) is not float:

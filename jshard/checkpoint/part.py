@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Part(Opened):
             return leaf
         return dataclasses.replace(leaf, shape=leaf.shape[1:])
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, int | float | str]:
         """Returns no Python values: a part has arrays only."""
         return {}
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from jshard._compat import before_threads_end
 from jshard._processes import show_threads
@@ -29,10 +28,10 @@ class Pending:
     A program that exits earlier, even with an error, waits until it is complete, and reports a failure on stderr.
     """
 
-    def __init__(self, name: str, work: Callable[[], Any], *, timeout_s: float = _END_S) -> None:
+    def __init__(self, name: str, work: Callable[[], object], *, timeout_s: float = _END_S) -> None:
         self.name = name
         self.timeout_s = timeout_s
-        self._result: Any = None
+        self._result: object = None
         self._error: BaseException | None = None
         # A daemon: at exit Python would wait for any other thread for ever, and `_finish_all` waits for a limited time.
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {name}", daemon=True)
@@ -60,7 +59,7 @@ class Pending:
         """Stops the program's exit from waiting for it; the caller handles it."""
         _unreported.discard(self)
 
-    def wait(self, timeout_s: float | None = None, *, look: Callable[[], object] = lambda: None) -> Any:
+    def wait(self, timeout_s: float | None = None, *, look: Callable[[], object] = lambda: None) -> object:
         """Waits for its end.
 
         Args:
@@ -96,7 +95,7 @@ class Pending:
             do="fix the cause, which is the error above this one; then save again.",
         ) from self._error
 
-    def _run(self, work: Callable[[], Any]) -> None:
+    def _run(self, work: Callable[[], object]) -> None:
         try:
             self._result = work()
         # Also `SystemExit`: a thread would end without a trace.

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import jax
 import numpy as np
@@ -71,7 +71,7 @@ class Phases:
         }
 
 
-def mesh_layout(leaves: Mapping[str, Any]) -> MeshLayout:
+def mesh_layout(leaves: Mapping[str, object]) -> MeshLayout:
     """Returns the mesh of a state in the form of the history: its axes, and the process of each device."""
     for leaf in leaves.values():
         sharding = getattr(leaf, "sharding", None)

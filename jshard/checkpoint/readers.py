@@ -197,7 +197,7 @@ class ForeignCheckpoint(Opened):
         unused = {_unused_place(name, named.leaves): _SourceArray(source, name) for name in named.unused}
         self._arrays |= unused
 
-    def _uncached_value(self, place: str) -> Any:
+    def _uncached_value(self, place: str) -> object:
         return self._values[place].value()
 
     def leaves_for(self, paths: Collection[str]) -> Mapping[str, StoredLeaf]:

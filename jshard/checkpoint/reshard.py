@@ -9,11 +9,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard._types import PyTree
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
@@ -172,7 +172,9 @@ class _RewriteOperation(SaveOperation):
         )
         self._saved_at = origin.saved_at  # when the state was saved, and not this copy of it
 
-    def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, StoredValue], dict[str, CopyFacts]]:
+    def _checked(
+        self, state: PyTree, prepare: Callable[[], None]
+    ) -> tuple[dict[str, StoredValue], dict[str, CopyFacts]]:
         self._values = self._source.values()
         self._described = {name: leaf for name, leaf in self._pieces.leaves.items() if leaf.is_array}
         self._described |= {name: _manifest.describe(value) for name, value in self._values.items()}

@@ -16,6 +16,7 @@ import numpy as np
 
 from jshard._processes import all_or_none, is_primary
 from jshard._text import counted, human_bytes
+from jshard._types import Json, PyTree
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
@@ -107,7 +108,7 @@ class RestoreOperation:
     def __init__(
         self,
         opened: Opened,
-        like: Any,
+        like: PyTree,
         *,
         only: str | None = None,
         rename: Mapping[str, str] | None = None,
@@ -163,7 +164,7 @@ class RestoreOperation:
                 absent=opened.absent,
             )
         mesh = mesh_layout(self._targets)
-        self.record: dict[str, Any] = {"began_at": self.phases.began_at, "error": None, "mesh": mesh}
+        self.record: dict[str, Json] = {"began_at": self.phases.began_at, "error": None, "mesh": mesh}
 
     def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Target]:
         """Returns some leaves of `like`, arrays by shape, dtype and sharding."""
@@ -264,7 +265,7 @@ class RestoreOperation:
             return ()
         return read_group(self.reads.values())
 
-    def run(self, *, verify: bool, timeout_s: float) -> Any:
+    def run(self, *, verify: bool, timeout_s: float) -> PyTree:
         """Reads, and returns new objects of the types in `like`; a `RunError` names the damage."""
         path = self.opened.path
         result = self._read_or_error(verify, timeout_s)
@@ -299,7 +300,7 @@ class RestoreOperation:
                 shared_reads.fail()
             return _ReadResult(error=error)
 
-    def _failed(self, failures: Mapping[int, Mapping[str, Any]]) -> RunError:
+    def _failed(self, failures: Mapping[int, Mapping[str, Json]]) -> RunError:
         """Makes this process's error for those of others."""
         path = self.opened.path
         why = "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
@@ -332,7 +333,7 @@ class RestoreOperation:
                 sums = _sums_of(leaves, manifest)
         return _ReadResult(leaves, sums, self.forecast.wanted_bytes)
 
-    def _filled(self, finished: Mapping[str, Leaf]) -> Any:
+    def _filled(self, finished: Mapping[str, Leaf]) -> PyTree:
         """Returns new objects of the kinds in `like`, with the values read."""
         positions = [key for key in finished if is_data_position(self._like_leaves[key].value)]
         for key in positions:  # all are checked before the first one moves
@@ -441,7 +442,7 @@ def _sums_of(leaves: Mapping[str, Leaf], manifest: _manifest.Manifest) -> Mappin
         return dict(zip(keys, pool.map(sums, keys), strict=True))
 
 
-def _requested_paths(like: Any, paths: Sequence[str], only: str | None) -> list[str]:
+def _requested_paths(like: PyTree, paths: Sequence[str], only: str | None) -> list[str]:
     """Returns those of the paths of `like` that are read; raises `CheckpointError` if there are none."""
     if not paths or isinstance(like, str | os.PathLike):
         raise CheckpointError(
@@ -469,7 +470,7 @@ def _requested_paths(like: Any, paths: Sequence[str], only: str | None) -> list[
     return [path for path in paths if path in requested]
 
 
-def _roots(like: Any, only: str | None) -> list[str]:
+def _roots(like: PyTree, only: str | None) -> list[str]:
     """Returns the paths below which stored leaves without a place in `like` are extra; without any, all of them are."""
     if only == "params":
         return sorted(parameter_roots(like))

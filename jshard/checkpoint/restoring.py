@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from jshard._processes import exchange
+from jshard._types import PyTree
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats import Names
 from jshard.checkpoint.lookup import checkpoint_at, place_of
@@ -85,7 +86,7 @@ def restore(
     return _operation(place, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
 
 
-def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = None, **options: Any) -> Forecast:
+def forecast(path: str | os.PathLike[str], like: PyTree, *, names: Names | None = None, **options: Any) -> Forecast:
     """Forecasts what `restore` would read in this process, from the checkpoint's metadata alone.
 
     Args:
@@ -107,14 +108,16 @@ def forecast(path: str | os.PathLike[str], like: Any, *, names: Names | None = N
     return _operation(checkpoint_at(path), like, names=names, **options).forecast
 
 
-def _operation(path: Place, like: Any, *, names: Names | None, verify: bool = True, **options: Any) -> RestoreOperation:
+def _operation(
+    path: Place, like: PyTree, *, names: Names | None, verify: bool = True, **options: Any
+) -> RestoreOperation:
     """Opens a checkpoint, and plans the restore."""
     opened = open_checkpoint(path, names=names, verify=verify)
     options["rename"] = _without_the_one_name(opened, like) | dict(options.get("rename") or {})
     return RestoreOperation(opened, like, **options)
 
 
-def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str]:
+def _without_the_one_name(opened: Opened, like: PyTree) -> dict[str, str]:
     """Returns a `rename` that removes the one name in `like`: other libraries have no name for the whole model."""
     if not isinstance(opened, ForeignCheckpoint) or not isinstance(like, Mapping) or len(like) != 1:
         return {}

@@ -13,15 +13,17 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from jshard._compat import set_orbax_deadline
+from jshard._types import PyTree
 from jshard.checkpoint.buckets import BucketPath, Place
+from jshard.checkpoint.converting import Leaf, Target
 from jshard.checkpoint.manifest import FOLDER, MARK
 from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.checkpoint.packed.file_io import flush
@@ -38,6 +40,9 @@ _IN_FLIGHT_BYTES = 128 << 20  # of reads: memory in addition to the state
 _AUTO = "AUTO"  # Orbax finds the only tree
 _WIDEST_BYTES = 8  # of an element
 
+_OrbaxObject: TypeAlias = Any
+"""An object of Orbax, whose classes are not imported here: that takes long, and few programs need it."""
+
 
 # ---- writing
 
@@ -52,15 +57,15 @@ class Write:
 class WriteHandler:
     """Runs a `Write` in a thread; Orbax gives the folder its final name when its own process is done."""
 
-    def is_handleable(self, checkpointable: Any) -> bool:
+    def is_handleable(self, checkpointable: object) -> bool:
         """See Orbax."""
         return isinstance(checkpointable, Write)
 
-    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+    def is_abstract_handleable(self, abstract_checkpointable: object) -> bool:
         """Returns whether it can load something: no, jshard does that itself."""
         return False
 
-    async def save(self, directory: Any, checkpointable: Write) -> Any:
+    async def save(self, directory: _OrbaxObject, checkpointable: Write) -> Awaitable[None]:
         """Starts writing; see Orbax."""
 
         async def work() -> None:
@@ -69,16 +74,16 @@ class WriteHandler:
 
         return work()
 
-    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Any:
+    async def load(self, directory: _OrbaxObject, abstract_checkpointable: object = None) -> Awaitable[Write]:
         """Refuses; see `is_abstract_handleable`."""
         raise NotImplementedError("jshard.checkpoint.restore reads these files")
 
-    async def metadata(self, directory: Any) -> None:
+    async def metadata(self, directory: _OrbaxObject) -> None:
         """Returns nothing; the manifest has the metadata."""
 
 
 def save_async(
-    path: Path, work: Callable[[Path], None], *, leaves: Mapping[str, Any] | None = None, timeout_s: float
+    path: Path, work: Callable[[Path], None], *, leaves: Mapping[str, object] | None = None, timeout_s: float
 ) -> Callable[[], None]:
     """Starts writing a checkpoint; every process calls it.
 
@@ -102,7 +107,7 @@ def save_async(
     # The global registry has the handlers of arrays, which only Orbax's own form of a state needs.
     context.checkpointables.registry = ocp.handlers.local_registry(include_global_registry=leaves is not None)
     context.checkpointables.registry.add(WriteHandler, checkpointable_name=FOLDER)
-    checkpointables: dict[str, Any] = {FOLDER: Write(work)}
+    checkpointables: dict[str, object] = {FOLDER: Write(work)}
     if leaves is not None:
         checkpointables[ITEM] = nested(leaves)
     with quiet(), context:
@@ -128,7 +133,7 @@ def keep_on_disk(path: Path) -> None:
 # ---- reading
 
 
-def load(path: Path, targets: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
+def load(path: Path, targets: Mapping[str, Target], *, plain: bool = False) -> dict[str, Leaf]:
     """Reads some leaves, by path.
 
     Args:
@@ -138,7 +143,7 @@ def load(path: Path, targets: Mapping[str, Any], *, plain: bool = False) -> dict
     """
     from orbax.checkpoint import v1 as ocp
 
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, Leaf] = {}
     with quiet(), _reading_context(targets):
         for name, tree in _trees(path).items():
             tree_targets = _targets_below(targets, name)
@@ -154,7 +159,7 @@ def load(path: Path, targets: Mapping[str, Any], *, plain: bool = False) -> dict
     return {key: leaf for key, leaf in leaves.items() if key in targets}
 
 
-def _reading_context(targets: Mapping[str, Any]) -> Any:
+def _reading_context(targets: Mapping[str, Target]) -> _OrbaxObject:
     """Returns Orbax's settings for reading some leaves."""
     from orbax.checkpoint import v1 as ocp
 
@@ -169,7 +174,7 @@ def _reading_context(targets: Mapping[str, Any]) -> Any:
     return context
 
 
-def _targets_below(targets: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _targets_below(targets: Mapping[str, Target], name: str) -> dict[str, Target]:
     """Returns the targets at or below a path, by their paths relative to it."""
     if not name:
         return dict(targets)
@@ -182,7 +187,7 @@ def _targets_below(targets: Mapping[str, Any], name: str) -> dict[str, Any]:
     return below
 
 
-def _as_stored(stored: Any, targets: Mapping[str, Any], path: str = "") -> Any:
+def _as_stored(stored: PyTree, targets: Mapping[str, Target], path: str = "") -> PyTree:
     """Returns the targets as a tree with the stored node types, as Orbax reads lists whole or not at all.
 
     Args:
@@ -201,7 +206,9 @@ def _as_stored(stored: Any, targets: Mapping[str, Any], path: str = "") -> Any:
     return stored
 
 
-def _dict_as_stored(stored: Mapping[Any, Any], targets: Mapping[str, Any], path: str) -> dict[Any, Any]:
+def _dict_as_stored(
+    stored: Mapping[Hashable, PyTree], targets: Mapping[str, Target], path: str
+) -> dict[Hashable, PyTree]:
     tree = {}
     for key, node in stored.items():
         node_path = _join(path, key)
@@ -214,19 +221,19 @@ def _dict_as_stored(stored: Mapping[Any, Any], targets: Mapping[str, Any], path:
     return tree
 
 
-def _join(path: str, key: Any) -> str:
+def _join(path: str, key: object) -> str:
     return f"{path}/{key}" if path else str(key)
 
 
-def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def metadata(path: Path) -> tuple[dict[str, object], Mapping[str, object]]:
     """Returns Orbax's metadata of a checkpoint, by path, and its custom metadata; no array is read.
 
     Raises `FileNotFoundError` if there is no checkpoint.
     """
     from orbax.checkpoint import v1 as ocp
 
-    by_path: dict[str, Any] = {}
-    custom: Any = None
+    by_path: dict[str, object] = {}
+    custom: object = None
     for name, tree in _trees(path).items():
         try:
             with quiet():
@@ -359,10 +366,10 @@ def quiet() -> Iterator[None]:
 class _LateErrorFilter:
     """A hook for unraisable errors that ignores those of coroutines that end after a related failure."""
 
-    def __init__(self, previous_hook: Callable[[Any], object]) -> None:
+    def __init__(self, previous_hook: Callable[[sys.UnraisableHookArgs], object]) -> None:
         self._previous_hook = previous_hook
 
-    def __call__(self, unraisable: Any) -> None:
+    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
         code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
         is_abandoned = code is not None and any(name in code.co_filename for name in ("orbax", "asyncio"))
         if not is_abandoned and "Event loop is closed" not in str(unraisable.exc_value):

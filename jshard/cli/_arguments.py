@@ -52,7 +52,7 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
     return _with_paths_expanded(args)
 
 
-def _check_given_once(hints: Mapping[str, Any], argv: Sequence[str], command: str) -> None:
+def _check_given_once(hints: Mapping[str, object], argv: Sequence[str], command: str) -> None:
     options = [word.partition("=")[0] for word in argv if word.startswith("--")]
     counts = collections.Counter(option.removeprefix("--").replace("-", "_") for option in options)
     for name, count in counts.items():
@@ -66,7 +66,7 @@ def _check_given_once(hints: Mapping[str, Any], argv: Sequence[str], command: st
         )
 
 
-def _is_repeatable(hint: Any) -> bool:
+def _is_repeatable(hint: object) -> bool:
     return tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ())
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jshard._files import read_named
 from jshard._parsing import check_writable_values, parse_json, parse_toml, shown
 from jshard._paths import expanded
+from jshard._types import Json
 from jshard.errors import ShardingError, UnsafeFileError
 
 _OPTION_OF_KEY = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
@@ -88,7 +88,7 @@ def _words(option: str, value: object, where: str) -> list[str]:
     return words
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Json]:
     """Returns the contents of the file, as a tree of dicts."""
     where = f"--config {path}"
     try:

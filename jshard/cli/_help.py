@@ -15,7 +15,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -32,7 +32,7 @@ def description_of(cls: type) -> str:
 
 # Cached: after the first call the types in the class are no longer those that are returned.
 @functools.cache
-def prepare_help(cls: type) -> dict[str, Any]:
+def prepare_help(cls: type) -> dict[str, object]:
     """Prepares the help of a dataclass of arguments: whole lines, no `{None}|`, no empty default.
 
     tyro reads the help of a field from its type. So the types in the class, and in its bases, get what tyro shows.
@@ -42,7 +42,7 @@ def prepare_help(cls: type) -> dict[str, Any]:
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     texts = _option_texts(cls)
-    with_help: dict[str, Any] = {}
+    with_help: dict[str, object] = {}
     for name, hint in hints.items():
         shown = tyro.conf.arg(metavar=_shown_value(name, hint), help=texts.get(name), help_behavior_hint=_default)
         with_help[name] = Annotated[hint, shown]
@@ -71,7 +71,7 @@ def _option_texts(cls: type) -> dict[str, str]:
     return texts
 
 
-def _shown_value(name: str, hint: Any) -> str | None:
+def _shown_value(name: str, hint: object) -> str | None:
     """Returns what the help calls the value of an option; None where tyro's own name for it is good."""
     metavar = _metavar(hint)
     if metavar:
@@ -81,7 +81,7 @@ def _shown_value(name: str, hint: Any) -> str | None:
     return _optional_value(hint)
 
 
-def _metavar(hint: Any) -> str | None:
+def _metavar(hint: object) -> str | None:
     for annotation in getattr(hint, "__metadata__", ()):
         metavar = getattr(annotation, "metavar", None)
         if metavar:
@@ -89,7 +89,7 @@ def _metavar(hint: Any) -> str | None:
     return None
 
 
-def _optional_value(hint: Any) -> str | None:
+def _optional_value(hint: object) -> str | None:
     """Returns what to call the value of an option that may be None by default; None for any other."""
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return None

@@ -7,11 +7,12 @@ import dataclasses
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flax import nnx
 
 import jshard as js
+from jshard._types import PyTree
 from jshard.cli._arguments import RecipeArgs
 from jshard.cli._config import as_setting, check_keys, leaves, read_config
 from jshard.cli._data import own_data
@@ -153,7 +154,7 @@ def stored_settings(model_file: ModelFile, recipe: Recipe, path: Path) -> list[s
 
 
 @contextlib.contextmanager
-def abstract(request: RecipeRequest, mesh: AnyMesh, data: Data | None) -> Iterator[tuple[nnx.Module, Any]]:
+def abstract(request: RecipeRequest, mesh: AnyMesh, data: Data | None) -> Iterator[tuple[nnx.Module, PyTree]]:
     """Yields the annotated model and a microbatch as shapes; a ValueError of the model becomes a ModelFileError."""
     model_file = request.model_file
     recipe = request.recipe

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from jshard._types import Json
 from jshard.checkpoint.buckets import BucketPath
 from jshard.checkpoint.lookup import OF_A_RUN, no_checkpoint, place_of, steps_in
 from jshard.cli._arguments import TrainArgs, parse_steps
@@ -67,7 +67,7 @@ class Request(RecipeRequest):
         return tuple(name for name in available() if name == "tensorboard")
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, object]:
         """The options that determine what is trained."""
         args = self.args
         absolute = {  # a run may be resumed from another folder
@@ -103,7 +103,7 @@ class Request(RecipeRequest):
             sizes=dict(variant.mesh),
         )
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Json]:
         """Returns the full configuration, in the JSON form that `--config` reads."""
         options = {key: value for key, value in vars(self.args).items() if key not in NOT_IN_FILES}
         return {
@@ -174,7 +174,7 @@ def _resumed_folder(args: TrainArgs, model_file: ModelFile) -> Path | None:
 def _resumed(args: TrainArgs, out: Path | None) -> TrainArgs:
     """Returns the arguments with those of the run in a folder. Without a run there, they are for a new one."""
     # A job script may always pass --resume: the first time there is nothing to resume.
-    stored: dict[str, Any] | None = None
+    stored: dict[str, Json] | None = None
     if out is not None and RunFolder.holds_run(out):
         stored = RunFolder.options(out)
     _check_origin(args, stored or {}, out)
@@ -250,7 +250,7 @@ def _has_checkpoints(out: Path | None, place: str | None) -> bool:
     return out is not None and bool(steps_in(place_of(place or out / OF_A_RUN)))
 
 
-def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) -> None:
+def _check_origin(args: TrainArgs, stored: Mapping[str, Json], out: Path | None) -> None:
     """A resumed run may repeat --checkpoints and --init-from, as job scripts do, but not change them."""
     place = stored.get("checkpoints")
     if stored and args.checkpoints not in (None, place):
@@ -275,7 +275,7 @@ def _changed(option: str, value: object, why: str) -> ShardingError:
     )
 
 
-def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
+def _with_stored(args: TrainArgs, stored: Mapping[str, Json]) -> TrainArgs:
     """Returns the arguments, completed by those the run was started with; values chosen for the run are kept."""
     if args.auto and stored:
         # `--auto` chooses these again.
@@ -297,7 +297,7 @@ def _is_given(args: TrainArgs, name: str) -> bool:
     return getattr(args, name) not in (None, ())
 
 
-def _from_record(name: str, value: Any) -> object:
+def _from_record(name: str, value: Json) -> object:
     """Returns an option's value, from its JSON form in the record of a run."""
     if name in ("data", "held_out"):
         return tuple(map(Path, value))

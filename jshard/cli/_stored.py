@@ -6,13 +6,14 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from jax.sharding import Mesh
 
 from jshard import checkpoint, launch
 from jshard._children import module_command
+from jshard._types import Json
 from jshard.checkpoint.errors import SurplusError
 from jshard.cli._arguments import Count, Extra
 from jshard.cli._config import as_setting
@@ -111,7 +112,7 @@ class StoredRun:
     """
 
     path: Path
-    options: Mapping[str, Any]
+    options: Mapping[str, Json]
     data: Mapping[str, str]
     model_file: ModelFile
     recipe: Recipe

@@ -7,7 +7,6 @@ import os
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -29,7 +28,7 @@ from jshard.train.expected import ExpectedStep
 from jshard.train.run import Finished, check_trackers, run_recipe
 from jshard.train.run_options import RunOptions
 
-Say = Callable[[Any], object]
+Say = Callable[[object], object]
 """Prints a line, or a table."""
 
 

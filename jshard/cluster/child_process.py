@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard._children import module_command
+from jshard._types import Json
 from jshard.errors import FourPartError, RunError
 
 # Files of the child.
@@ -53,7 +54,7 @@ def child_environment(environ: Mapping[str, str], xla_flags: str = "") -> dict[s
 
 def run_child(
     module: str,
-    request: Mapping[str, Any],
+    request: Mapping[str, Json],
     folder: Path,
     *,
     subject: str,
@@ -129,7 +130,7 @@ def _crash(subject: str, code: int, folder: Path, do: str) -> CompileError:
 # ---- in the child
 
 
-def answer(argv: Sequence[str], work: Callable[[Any, Path], object]) -> int:
+def answer(argv: Sequence[str], work: Callable[[Json, Path], object]) -> int:
     """Does the child's side of `run_child`: writes the result of `work`, or its error.
 
     Args:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jshard._live import at_work
 from jshard._text import duration
+from jshard._types import Json
 from jshard.cluster.comparison import Compared, Comparison, VariantCompiler
 from jshard.cluster.compile import CompileRequest, Variant, command_line
 from jshard.cluster.costs import Cost, Costs
@@ -62,7 +62,7 @@ class Chosen(Printed):
             lines.append(f"by the estimate {gain:.2f}x as fast as the requested configuration.")
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Returns the result for JSON."""
         considered = []
         for cost in self.search.ranked:
@@ -164,7 +164,7 @@ def _cells(cost: Cost) -> list[str]:
     ]
 
 
-def _record(cost: Cost) -> dict[str, Any]:
+def _record(cost: Cost) -> dict[str, Json]:
     return {
         "name": cost.variant.name,
         "options": cost.variant.command,

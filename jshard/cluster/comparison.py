@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Group
 from rich.text import Text
 
 from jshard._live import at_work
 from jshard._text import duration, three_digits
+from jshard._types import Json
 from jshard.cluster.compile import CompileRequest, Variant, command_line, compile_step
 from jshard.cluster.machine import PlannedCluster
 from jshard.cluster.report import ClusterPlan, percent
@@ -41,7 +42,7 @@ class Compared:
         """Returns whether it compiles and fits into a device's memory."""
         return self.plan is not None and self.plan.fits
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Returns its figures, with compiled and estimated ones separate."""
         record = {"name": self.variant.name, "mesh": dict(self.variant.mesh), "command": self.command or None}
         if self.plan is None:

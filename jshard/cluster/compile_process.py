@@ -11,13 +11,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
+from jshard._types import Json
 from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.child_process import CompileError, answer
 from jshard.cluster.compile import CompiledStep, CompileRequest, TooLargeError
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     return answer(argv, _result)
 
 
-def _result(request: dict[str, Any], folder: Path) -> CompiledStep:
+def _result(request: dict[str, Json], folder: Path) -> CompiledStep:
     """Returns the compiled step. Warnings are among its notes, because the output of the child is not shown."""
     with warnings.catch_warnings(record=True) as caught:
         # Python shows a warning of one line only once: all are notes here.

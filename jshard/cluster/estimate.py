@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from jshard._types import Json
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.replay import Replay
 from jshard.inspect.hlo import Schedule
@@ -26,7 +26,7 @@ class Estimate:
     hidden_in_loops: float  # the same, for the collectives inside loops
     flops: float  # of one device, including recomputation for backward
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Returns the totals, for JSON."""
         record = dataclasses.asdict(self)
         flops = record.pop("flops")

@@ -7,7 +7,6 @@ import os
 import sys
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -109,7 +108,7 @@ def machine_here(mesh: Mesh) -> Machine:
 
 def _device_bytes(mesh: Mesh) -> int | None:
     """Returns the memory of one device of a mesh; of simulated devices, their share of the host's. None if unknown."""
-    local: list[Any] = list(mesh.local_devices)
+    local = list(mesh.local_devices)
     if local[0].platform == "cpu":
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return host_bytes // len(local)

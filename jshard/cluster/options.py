@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+from jax.sharding import Sharding
 
 from jshard import _compat
 from jshard.errors import ShardingError
@@ -213,7 +214,7 @@ def _refused_here(settings: tuple[tuple[str, Value], ...]) -> frozenset[str]:
     return _refused(settings, compile_nothing())
 
 
-def compile_nothing(sharding: Any = None) -> Callable[[Options], object]:
+def compile_nothing(sharding: Sharding | None = None) -> Callable[[Options], object]:
     """Returns a function that compiles a program of one scalar with some options: the cheapest check of them."""
     lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding))
     return lambda options: lowered.compile(compiler_options=options)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jshard._text import duration, human_bytes, three_digits
+from jshard._types import Json
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import CompiledStep
 from jshard.cluster.estimate import Estimate, EstimateRange
@@ -251,7 +251,7 @@ class ClusterPlan(Printed):
 
     # ---- for programs
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Returns everything, for JSON, with compiled and estimated figures separate."""
         step = self.step
         device = self.topology.device
@@ -282,7 +282,7 @@ class ClusterPlan(Printed):
             "notes": list(self.notes),
         }
 
-    def _estimates_record(self) -> dict[str, Any]:
+    def _estimates_record(self) -> dict[str, Json]:
         return {
             "low": self._estimate_record(self.estimates.fastest),
             "stated": self._estimate_record(self.estimates.stated),
@@ -291,7 +291,7 @@ class ClusterPlan(Printed):
             "flops_formula": self.step.flops_formula,
         }
 
-    def _estimate_record(self, estimate: Estimate) -> dict[str, Any]:
+    def _estimate_record(self, estimate: Estimate) -> dict[str, Json]:
         """Returns an estimate with the figures that are published of runs."""
         tokens_per_s = self.step.batch_size * self.step.sequence_length / estimate.step_s
         return estimate.to_dict() | {

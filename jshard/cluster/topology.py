@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -172,7 +172,7 @@ def _example(device: DeviceFacts) -> str:
 # ---- devices to compile for
 
 
-def topology_devices(topology: Topology) -> Sequence[Any]:
+def topology_devices(topology: Topology) -> Sequence[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the devices of a cluster you do not have, as a mesh to compile for.
 
     Only in a separate process: JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1 must be set before jax is imported, or the
@@ -196,10 +196,10 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     return _described_devices("cuda", topology, target_config=target_config_text(target), topology=shape)
 
 
-def _described_devices(platform: str, requested: Topology, **description: str) -> Sequence[Any]:
+def _described_devices(platform: str, requested: Topology, **description: str) -> Sequence[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the devices that a compiler makes of a description."""
     try:
-        devices: Sequence[Any] = topologies.get_topology_desc(platform=platform, **description).devices
+        devices = topologies.get_topology_desc(platform=platform, **description).devices
     except Exception as error:
         raise TopologyError(
             "The compiler refuses the topology.",

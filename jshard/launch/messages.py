@@ -15,7 +15,9 @@ import hmac
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import TypeVar, get_args, get_type_hints
+
+from jshard._types import Json
 
 LINE_BYTES = 16384
 """The longest line, without its end."""
@@ -24,7 +26,7 @@ _INTEGER_DIGITS = 18  # fits into 64 bits; Python itself would take thousands
 
 T = TypeVar("T")
 
-Message = dict[str, Any]
+Message = dict[str, Json]
 """A JSON object. What it has is not known before `parsed` has checked it."""
 
 

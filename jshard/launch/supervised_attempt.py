@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from jshard._types import Json
 from jshard.errors import FourPartError, RunError, ShardingError, printable
 from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, TICK_S, Deadlines, stopped_code
@@ -289,7 +289,7 @@ class SupervisedAttempt:
         """Returns the command that continues the run."""
         return self.last("again") or self.again
 
-    def last(self, key: str) -> Any:
+    def last(self, key: str) -> Json:
         """Returns the value that the workers reported under a name; the largest if they differ."""
         reports = [worker.state.get(key) for worker in self.workers]
         return max((report for report in reports if report is not None), default=None)

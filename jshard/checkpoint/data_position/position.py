@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
+from typing import Protocol, TypeGuard, cast, runtime_checkable
 
 import jax
 
 from jshard._processes import gather_texts
 from jshard.checkpoint.data_position import sample_order
-from jshard.checkpoint.data_position.state_text import from_text, to_text
+from jshard.checkpoint.data_position.state_text import IteratorState, from_text, to_text
 from jshard.checkpoint.errors import CheckpointError
 from jshard.errors import RunError
 
@@ -31,11 +31,11 @@ class DataPosition(Protocol):
     what `sample_order.describe` says of its data; Grain's iterators are described without it.
     """
 
-    def get_state(self) -> Any:
+    def get_state(self) -> IteratorState:
         """Returns the position: dicts, lists, tuples, numbers, strings, bytes and numpy arrays."""
         ...
 
-    def set_state(self, state: Any, /) -> None:
+    def set_state(self, state: IteratorState, /) -> None:
         """Goes there."""
         ...
 
@@ -49,7 +49,7 @@ def is_data_position(value: object) -> TypeGuard[DataPosition]:
 def position_text(position: DataPosition) -> str:
     """Returns the stored form of a position, equal on every process; every process calls it."""
     state = position.get_state()
-    stored: dict[str, Any] = {"format": _FORMAT, "kind": type(position).__name__}
+    stored: dict[str, IteratorState] = {"format": _FORMAT, "kind": type(position).__name__}
     if _is_global(position, state):
         stored |= _global_position(position, state)
     else:
@@ -57,7 +57,7 @@ def position_text(position: DataPosition) -> str:
     return to_text(stored)
 
 
-def _global_position(position: DataPosition, state: Any) -> dict[str, Any]:
+def _global_position(position: DataPosition, state: IteratorState) -> dict[str, IteratorState]:
     """Returns the fields of a position that all processes share."""
     if isinstance(state, dict):
         # Stored once, beside the state: below, as all processes have it.
@@ -77,15 +77,15 @@ def _global_position(position: DataPosition, state: Any) -> dict[str, Any]:
     return {"state": state, "pipeline": sample_order.agreed(pipelines)}
 
 
-def _positions_of_processes(position: DataPosition, state: Any) -> dict[str, Any]:
+def _positions_of_processes(position: DataPosition, state: IteratorState) -> dict[str, IteratorState]:
     """Returns the fields of a position that each process has for itself."""
     states, pipelines = _gathered(state, _pipeline_of(position))
     return {"processes": states, "pipelines": pipelines}
 
 
 def _gathered(
-    value: Any, pipeline: sample_order.Description | None
-) -> tuple[list[Any], list[sample_order.Description | None]]:
+    value: IteratorState, pipeline: sample_order.Description | None
+) -> tuple[list[IteratorState], list[sample_order.Description | None]]:
     """Returns the values and the descriptions of all processes, in their order; in one exchange."""
     values = []
     pipelines = []
@@ -135,7 +135,7 @@ def check_position(position: DataPosition, text: str) -> None:
         _check_position_of_process(position, stored)
 
 
-def _parsed(text: str) -> Mapping[str, Any] | None:
+def _parsed(text: str) -> Mapping[str, IteratorState] | None:
     """Returns the fields of a stored position; None if the text is another string."""
     try:
         stored = from_text(text)
@@ -146,7 +146,7 @@ def _parsed(text: str) -> Mapping[str, Any] | None:
     return stored
 
 
-def _check_global_position(position: DataPosition, stored: Mapping[str, Any]) -> None:
+def _check_global_position(position: DataPosition, stored: Mapping[str, IteratorState]) -> None:
     # jshard's batches have it: they compare more than the fields that every position has.
     check_state = getattr(position, "check_state", None)
     if check_state is not None:
@@ -154,7 +154,7 @@ def _check_global_position(position: DataPosition, stored: Mapping[str, Any]) ->
     _check_pipeline(position, stored.get("pipeline"))
 
 
-def _check_position_of_process(position: DataPosition, stored: Mapping[str, Any]) -> None:
+def _check_position_of_process(position: DataPosition, stored: Mapping[str, IteratorState]) -> None:
     num_saved = len(stored["processes"])
     if num_saved != jax.process_count():
         raise CheckpointError(
@@ -211,7 +211,7 @@ def _own_description(position: DataPosition) -> sample_order.Description | None:
     return cast(sample_order.Description, description)
 
 
-def _is_global(position: DataPosition, state: Any) -> bool:
+def _is_global(position: DataPosition, state: IteratorState) -> bool:
     """Returns whether a position is that of the run, and not of one process."""
     # Grain's ElasticIterator: every process has the same, complete state.
     is_elastic = isinstance(state, dict) and set(state) == {"global_next_index"}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 _NUM_FILTERED = 16  # samples that are given to a filter without a name
 _LONGEST_PATH = 1024  # a longer text is none
 
+PipelineNode: TypeAlias = Any
+"""A step of a Grain pipeline: a source, a dataset or an iterator, for which Grain has no common public class."""
 
-def source_digests(source: Any, length: int) -> list[str] | None:
+
+def source_digests(source: PipelineNode, length: int) -> list[str] | None:
     """Returns digests of the first, middle and last sample of a source.
 
     None if they cannot be read, or differ when they are read again: then they say nothing about the source.
@@ -30,7 +33,7 @@ def source_digests(source: Any, length: int) -> list[str] | None:
     return digests
 
 
-def samples_passing(filtered: Any) -> str | None:
+def samples_passing(filtered: PipelineNode) -> str | None:
     """Returns which of the first samples pass a filter that has no name to know it by, one character each.
 
     None if they cannot be read.
@@ -78,7 +81,7 @@ def _add(value: object, update: Callable[[bytes], None]) -> None:
         update(f"{type(value).__qualname__};".encode())
 
 
-def _add_items(items: Mapping[Any, Any], update: Callable[[bytes], None]) -> None:
+def _add_items(items: Mapping[Any, object], update: Callable[[bytes], None]) -> None:
     for key in sorted(items, key=str):
         update(f"{key};".encode())
         _add(items[key], update)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from jshard import _compat
-from jshard.checkpoint.data_position.sample_digest import samples_passing, source_digests, text_digest
+from jshard._types import Json
+from jshard.checkpoint.data_position.sample_digest import PipelineNode, samples_passing, source_digests, text_digest
 from jshard.checkpoint.data_position.step_settings import is_of_grain, settings_of
 
 
@@ -22,7 +23,7 @@ class Step(TypedDict):
     """A step of a pipeline."""
 
     step: str  # its name
-    settings: dict[str, Any]
+    settings: dict[str, Json]
     length: NotRequired[int]  # if it is known
     of: NotRequired[list[Step]]  # the steps before it
     samples: NotRequired[list[str] | None]  # of a source: digests of some samples; None if they cannot be read
@@ -45,7 +46,7 @@ _BEFORE = ("_parents", "_source", "_map_parent", "_ds", "_datasets", "_maybe_non
 _MOST_SOURCES = 64  # whose samples are read, and whose descriptions are kept one by one
 
 
-def describe(pipeline: Any) -> Description | None:
+def describe(pipeline: PipelineNode) -> Description | None:
     """Returns the steps of a Grain dataset or iterator that its order of samples depends on; None for anything else."""
     if not _is_step(pipeline):
         return None
@@ -88,7 +89,7 @@ class _PipelineWalk:
     def __init__(self, *, most_sources: int = _MOST_SOURCES) -> None:
         self._sources_to_read = most_sources
 
-    def describe(self, node: Any) -> Step:
+    def describe(self, node: PipelineNode) -> Step:
         """Returns a step and those before it; steps that do not count are left out."""
         nodes_before = _nodes_before(node)
         name = _step_name(node)
@@ -109,7 +110,7 @@ class _PipelineWalk:
             step["samples"] = self._samples_of(node, length)
         return step
 
-    def _add_steps_before(self, step: Step, nodes: Sequence[Any]) -> None:
+    def _add_steps_before(self, step: Step, nodes: Sequence[PipelineNode]) -> None:
         if len(nodes) <= _MOST_SOURCES:
             step["of"] = [self.describe(node) for node in nodes]
             return
@@ -118,7 +119,7 @@ class _PipelineWalk:
         steps = [_PipelineWalk(most_sources=0).describe(node) for node in nodes]
         step["settings"]["parts"] = text_digest(json.dumps(steps, sort_keys=True))
 
-    def _samples_of(self, source: Any, length: int) -> list[str] | None:
+    def _samples_of(self, source: PipelineNode, length: int) -> list[str] | None:
         if self._sources_to_read <= 0:
             return None
         self._sources_to_read -= 1
@@ -133,9 +134,9 @@ def _is_step(value: object) -> bool:
     return isinstance(value, classes) or is_elastic_iterator
 
 
-def _nodes_before(node: Any) -> list[Any]:
+def _nodes_before(node: PipelineNode) -> list[PipelineNode]:
     """Returns the steps before one, each once: several attributes may have the same."""
-    nodes: dict[int, Any] = {}
+    nodes: dict[int, PipelineNode] = {}
     for attribute in _BEFORE:
         value = vars(node).get(attribute)
         candidates = value if isinstance(value, list | tuple) else [value]
@@ -161,7 +162,7 @@ def _is_left_out(node: object, name: str) -> bool:
     return name in _NOT_IN_ORDER
 
 
-def _length_of(node: Any) -> int | None:
+def _length_of(node: PipelineNode) -> int | None:
     try:
         length = len(node)
     except Exception:  # iterators have none, and some sources cannot say

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from jshard._types import Json
 from jshard.errors import ShardingError
 
 # What JSON has no form for is a dict whose only key is one of these.
@@ -17,6 +18,9 @@ _BYTES = "~bytes"
 _ARRAY = "~array"
 _SCALAR = "~scalar"
 _ITEMS = "~items"  # of a dict with other keys than strings, or with one of these
+IteratorState: TypeAlias = Any
+"""The state of a data iterator: dicts, lists, tuples, numbers, strings, bytes and numpy arrays."""
+
 _TAGS = (_TUPLE, _BYTES, _ARRAY, _SCALAR, _ITEMS)
 
 
@@ -25,12 +29,12 @@ def to_text(state: object) -> str:
     return json.dumps(_encoded(state, "state"), separators=(",", ":"))
 
 
-def from_text(text: str) -> Any:
+def from_text(text: str) -> IteratorState:
     """Inverts `to_text`."""
     return _decoded(json.loads(text))
 
 
-def _encoded(value: object, where: str) -> Any:
+def _encoded(value: object, where: str) -> Json:
     """Returns a value as JSON has it; `where` is its place in the state, for the error."""
     # A number of a subclass, such as numpy's float64, would come back as a plain one: those are encoded below.
     if value is None or isinstance(value, bool | str) or type(value) in (int, float):
@@ -54,11 +58,11 @@ def _encoded(value: object, where: str) -> Any:
     )
 
 
-def _encoded_items(items: Sequence[object], where: str) -> list[Any]:
+def _encoded_items(items: Sequence[object], where: str) -> list[Json]:
     return [_encoded(item, f"{where}[{number}]") for number, item in enumerate(items)]
 
 
-def _encoded_dict(value: Mapping[Any, object], where: str) -> dict[str, Any]:
+def _encoded_dict(value: Mapping[Any, object], where: str) -> dict[str, Json]:
     if all(isinstance(key, str) and key not in _TAGS for key in value):
         return {key: _encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
     items = []
@@ -67,7 +71,7 @@ def _encoded_dict(value: Mapping[Any, object], where: str) -> dict[str, Any]:
     return {_ITEMS: items}
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: Json) -> IteratorState:
     if isinstance(value, list):
         return [_decoded(item) for item in value]
     if not isinstance(value, dict):

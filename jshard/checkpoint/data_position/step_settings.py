@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint.data_position.sample_digest import last_part, text_digest
+from jshard._types import Json
+from jshard.checkpoint.data_position.sample_digest import PipelineNode, last_part, text_digest
 
 _PACKING = ("_length_struct", "_num_packing_bins", "_seed", "_shuffle_bins", "_max_sequences_per_bin")
 # By step. Grain has no public names for these; one that a version lacks is not compared.
@@ -36,7 +37,7 @@ def is_of_grain(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "grain"
 
 
-def settings_of(node: Any, name: str) -> dict[str, Any]:
+def settings_of(node: PipelineNode, name: str) -> dict[str, Json]:
     """Returns the settings of a step that the order depends on; objects are left out, and functions are their names."""
     attributes = vars(node)
     if is_of_grain(node):
@@ -57,9 +58,9 @@ def settings_of(node: Any, name: str) -> dict[str, Any]:
     return settings
 
 
-def _settings_in_objects(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_in_objects(attributes: Mapping[str, Any]) -> dict[str, object]:
     """Returns the settings that Grain's steps have in files, functions and objects rather than in numbers."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     file = attributes.get("_path", attributes.get("_pq_path"))
     if isinstance(file, str):
         settings["file"] = last_part(file)
@@ -88,7 +89,7 @@ def _reduced(proportions: Sequence[float]) -> Sequence[float]:
     return [proportion // divisor for proportion in integers]
 
 
-def _selection_of(selection: Any) -> dict[str, Any]:
+def _selection_of(selection: PipelineNode) -> dict[str, object]:
     """Returns which source gives which sample: the proportions or, as a rule may be of any class, what it answers."""
     if hasattr(selection, "_proportions"):
         return {"proportions": _reduced(selection._proportions)}

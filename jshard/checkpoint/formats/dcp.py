@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from jshard.checkpoint.formats.source import (
     stored_array,
 )
 from jshard.checkpoint.formats.torch_archive import Archive
-from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, Record, records, short
+from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, Record, Unpickled, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
 
 METADATA = ".metadata"
@@ -191,7 +191,7 @@ def _has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
 class _Metadata:
     """What `.metadata` says."""
 
-    records: dict[str, Any]  # the description of every tensor and value, by name
+    records: dict[str, Unpickled]  # the description of every tensor and value, by name
     places: _Places
 
     @classmethod
@@ -210,7 +210,7 @@ class _Metadata:
         return cls(metadata.get("state_dict_metadata"), _places(path, metadata.get("storage_data")))
 
 
-def _describes_checkpoint(metadata: Any) -> bool:
+def _describes_checkpoint(metadata: Unpickled) -> bool:
     """Returns whether a pickle's value has a description of items by name, and locations."""
     if not isinstance(metadata, _METADATA_CLASS):
         return False
@@ -220,7 +220,7 @@ def _describes_checkpoint(metadata: Any) -> bool:
     return all(isinstance(name, str) for name in records)
 
 
-def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
+def _places(path: Path, stored: Mapping[object, object]) -> _Places:
     """Returns the location of every item; the files are there, and long enough."""
     file = path / METADATA
     sizes: dict[str, int] = {}  # of the files
@@ -294,11 +294,11 @@ def _first(names: Iterable[str], count: int = 3) -> str:
     return text
 
 
-def _names_file(relative: Any) -> bool:
+def _names_file(relative: object) -> TypeGuard[str]:
     return is_inside(relative) and "\\" not in relative  # a path of Windows could lead outside
 
 
-def _are_sizes(numbers: Any) -> bool:
+def _are_sizes(numbers: object) -> TypeGuard[tuple[int, ...]]:
     # Below 2**62: the sum of two is in 64 bits.
     return isinstance(numbers, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
 
@@ -324,7 +324,7 @@ def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
     return _Tensor(path, name, stored_array(shape, dtype), chunks, places)
 
 
-def _dtype(properties: Any) -> np.dtype | None:
+def _dtype(properties: object) -> np.dtype | None:
     """Returns the dtype in a tensor's properties; None if they have none that is known."""
     if not isinstance(properties, Record):
         return None
@@ -344,7 +344,7 @@ def _chunks_of(record: Record) -> list[_Chunk]:
     return [_Chunk(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks if isinstance(chunk, Record)]
 
 
-def _contains(shape: Any, chunks: Iterable[_Chunk]) -> bool:
+def _contains(shape: object, chunks: Iterable[_Chunk]) -> bool:
     """Returns whether this is the shape of an array, and all chunks are inside of it."""
     return is_shape(shape) and all(_is_in(shape, chunk) for chunk in chunks)
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class _StoredItem(NamedTuple):
 
 
 def _write_items(
-    stream: BinaryIO, source: ArraySource, values: Mapping[str, Any], on_written: Callable[[int], object]
+    stream: BinaryIO, source: ArraySource, values: Mapping[str, object], on_written: Callable[[int], object]
 ) -> list[_StoredItem]:
     items = []
     for name, value in values.items():
@@ -109,7 +109,7 @@ def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
         yield tuple(slice(start, min(start + step, size)) for start, step, size in dims)
 
 
-def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_StoredItem]) -> Any:
+def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_StoredItem]) -> PickledObject:
     described = _tensor_records(leaves, items)
     for item in items:
         if item.start is None:
@@ -128,7 +128,7 @@ def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_St
     )
 
 
-def _tensor_records(leaves: Mapping[str, StoredLeaf], items: Iterable[_StoredItem]) -> dict[str, Any]:
+def _tensor_records(leaves: Mapping[str, StoredLeaf], items: Iterable[_StoredItem]) -> dict[str, PickledObject]:
     """Returns the description of each tensor."""
     chunks = collections.defaultdict(list)
     for item in items:
@@ -147,7 +147,7 @@ def _tensor_records(leaves: Mapping[str, StoredLeaf], items: Iterable[_StoredIte
     return described
 
 
-def _storage_data(items: Iterable[_StoredItem]) -> dict[Any, Any]:
+def _storage_data(items: Iterable[_StoredItem]) -> dict[PickledObject, PickledObject]:
     """Returns the location of each item."""
     info = PickledGlobal("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     stored = {}
@@ -160,9 +160,9 @@ def _storage_data(items: Iterable[_StoredItem]) -> dict[Any, Any]:
     return stored
 
 
-def _record(name: str, state: Any) -> Any:
+def _record(name: str, state: object) -> PickledObject:
     return PickledObject(PickledGlobal(METADATA_MODULE, name), state)
 
 
-def _size(shape: tuple[int, ...]) -> Any:
+def _size(shape: tuple[int, ...]) -> PickledCall:
     return PickledCall(PickledGlobal("torch", "Size"), (tuple(shape),))

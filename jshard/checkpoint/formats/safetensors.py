@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from jshard._files import open_regular, read_json
 from jshard._parsing import parse_json
 from jshard._text import counted
+from jshard._types import Json
 from jshard.checkpoint.errors import CheckpointError, DamagedError
 from jshard.checkpoint.formats.source import (
     Box,
@@ -230,7 +231,7 @@ def read_index(path: Path) -> Mapping[str, str]:
     return index
 
 
-def _is_file_name(name: Any) -> bool:
+def _is_file_name(name: object) -> bool:
     """Returns whether this names a file in the same folder: an index of somebody else may lead anywhere."""
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
@@ -248,7 +249,7 @@ def _all_regions(files: Iterable[Path]) -> dict[str, FileRegion]:
     return regions
 
 
-def _may_hold_parts(path: Path, metadata: Mapping[str, Any]) -> bool:
+def _may_hold_parts(path: Path, metadata: Mapping[str, Json]) -> bool:
     """Returns whether a PyTorch file may hold parts of arrays: by its name, or because one starts at an offset."""
     if _PARTS_KEY not in metadata:
         return False
@@ -276,8 +277,8 @@ def _in_parts(path: Path, why: str) -> CheckpointError:
 class _Header:
     """The header of a file, whose entries are not checked."""
 
-    arrays: Mapping[str, Mapping[str, Any]]
-    metadata: Mapping[str, Any]
+    arrays: Mapping[str, Mapping[str, Json]]
+    metadata: Mapping[str, Json]
     data_begin: int  # the offset of the data in the file
 
     @classmethod
@@ -338,16 +339,16 @@ def _regions(path: Path, header: _Header) -> dict[str, FileRegion]:
     return regions
 
 
-def _dtype(entry: Mapping[str, Any]) -> np.dtype | None:
+def _dtype(entry: Mapping[str, Json]) -> np.dtype | None:
     name = entry.get("dtype")
     return DTYPES.get(name) if isinstance(name, str) else None
 
 
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
-def _span(name: str, offsets: Any) -> _Span:
+def _span(name: str, offsets: object) -> _Span:
     """Returns the bytes at these offsets; for anything else than two sizes one that fits nothing."""
     if not _are_sizes(offsets) or len(offsets) != 2:
         return _Span(-1, -1, name)

@@ -11,7 +11,7 @@ import math
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class ArraySource(Protocol):
 class ReadableValue(Protocol):
     """A stored value that is no array; it may be a pickle, so it is read on request only."""
 
-    def value(self) -> Any:
+    def value(self) -> object:
         """Reads the value."""
         ...
 

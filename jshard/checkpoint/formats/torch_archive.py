@@ -23,6 +23,7 @@ from jshard.checkpoint.formats.torch_pickle import (
     Allowed,
     NotAllowedError,
     Sealed,
+    Unpickled,
     load,
     records,
     sealed,
@@ -57,17 +58,26 @@ class _Storage(NamedTuple):
     dtype: str
 
 
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> FileRegion:
+def _tensor_v2(storage: Unpickled, offset: Unpickled, size: object, stride: object, *_: object) -> FileRegion:
     """`torch._utils._rebuild_tensor_v2`: a view of a storage, which has the dtype."""
     return _region(storage, offset, size, stride, storage.dtype)
 
 
-def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, _: Any, hooks: Any, dtype: Any, *__: Any) -> Any:
+def _tensor_v3(
+    storage: object,
+    offset: Unpickled,
+    size: object,
+    stride: object,
+    _: object,
+    hooks: object,
+    dtype: object,
+    *__: object,
+) -> FileRegion:
     """`torch._utils._rebuild_tensor_v3`: the same, over untyped bytes."""
     return _region(storage, offset, size, stride, dtype)
 
 
-def _subclass(rebuild: Any, _: Any, args: Any, __: Any) -> Any:
+def _subclass(rebuild: object, _: object, args: Unpickled, __: object) -> object:
     """`torch._tensor._rebuild_from_type_v2`: a tensor with attributes, or of a subclass."""
     # A pickle may pass anything here: only what the table contains is called.
     if not isinstance(rebuild, Sealed):
@@ -75,7 +85,7 @@ def _subclass(rebuild: Any, _: Any, args: Any, __: Any) -> Any:
     return rebuild(*args)
 
 
-def _parameter(data: Any, *_: Any) -> Any:
+def _parameter(data: object, *_: object) -> object:
     """`torch._utils._rebuild_parameter`: returns its tensor."""
     return data
 
@@ -108,11 +118,11 @@ def _value_names(max_bytes: int) -> Allowed:
         return read_region(region, tuple(slice(0, size) for size in region.shape))
 
     @sealed
-    def read_tensor_v2(*args: Any) -> np.ndarray:
+    def read_tensor_v2(*args: Unpickled) -> np.ndarray:
         return read(_tensor_v2(*args))
 
     @sealed
-    def read_tensor_v3(*args: Any) -> np.ndarray:
+    def read_tensor_v3(*args: Unpickled) -> np.ndarray:
         return read(_tensor_v3(*args))
 
     return {
@@ -136,11 +146,11 @@ class Archive(NamedTuple):
             raise damaged(self.path, f"the archive at byte {self.offset} is not a tensor.")
         return region
 
-    def value(self) -> Any:
+    def value(self) -> Unpickled:
         """Returns the archived value: plain Python, with tensors as numpy arrays; raises as `tensor`."""
         return self._load(_value_names(self.length))
 
-    def regions(self, allowed: Allowed) -> Any:
+    def regions(self, allowed: Allowed) -> Unpickled:
         """Returns the value, with an unread `FileRegion` for each tensor; these names are also allowed."""
         return self._load({**_TENSOR, **allowed})
 
@@ -151,7 +161,7 @@ class Archive(NamedTuple):
             with zipfile.ZipFile(window) as archive:
                 yield archive, window
 
-    def _load(self, allowed: Allowed) -> Any:
+    def _load(self, allowed: Allowed) -> Unpickled:
         try:
             with self._opened() as (archive, window):
                 return self._unpickled(archive, window, allowed)
@@ -161,7 +171,7 @@ class Archive(NamedTuple):
             why = f"the archive at byte {self.offset} cannot be read: {type(error).__name__}: {error}"
             raise damaged(self.path, why) from error
 
-    def _unpickled(self, archive: zipfile.ZipFile, window: _ArchiveWindow, allowed: Allowed) -> Any:
+    def _unpickled(self, archive: zipfile.ZipFile, window: _ArchiveWindow, allowed: Allowed) -> Unpickled:
         # By name without the folder around them, whose name varies.
         members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         self._check_members(members)
@@ -170,7 +180,9 @@ class Archive(NamedTuple):
         if order is not None and (order.file_size > 64 or archive.read(order).strip() != b"little"):
             raise damaged(self.path, f"the archive at byte {self.offset} is not little-endian.")
 
-        def storage(kind: Any, dtype: Any, key: Any, location: Any, numel: Any, *_: Any) -> _Storage:
+        def storage(
+            kind: object, dtype: Unpickled, key: object, location: object, numel: object, *_: object
+        ) -> _Storage:
             if not isinstance(key, str | int) or type(numel) is not int:
                 raise ValueError(f"a storage has the key {short(key)} and {short(numel)} elements")
             member = members[f"data/{key}"]
@@ -251,7 +263,7 @@ def _data_offset(window: _ArchiveWindow, member: zipfile.ZipInfo) -> int:
     return member.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
 
 
-def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> FileRegion:
+def _region(storage: object, offset: Unpickled, size: object, stride: object, dtype: object) -> FileRegion:
     if not isinstance(storage, _Storage) or not isinstance(dtype, str):
         raise ValueError("a tensor without a storage")
     size = _dims(size)
@@ -270,7 +282,7 @@ def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Fi
     return region
 
 
-def _dims(numbers: Any) -> tuple[int, ...]:
+def _dims(numbers: object) -> tuple[int, ...]:
     """Returns the sizes or strides of a tensor; raises `ValueError` if these are none."""
     if not isinstance(numbers, tuple | list) or len(numbers) > MAX_DIMS:
         raise ValueError(f"a tensor of size or stride {short(numbers)}")

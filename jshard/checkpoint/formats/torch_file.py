@@ -9,7 +9,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.safetensors import check_index, read_index
 from jshard.checkpoint.formats.source import Box, FileRegion, damaged, existing, read_region, stored_array
 from jshard.checkpoint.formats.torch_archive import Archive
+from jshard.checkpoint.formats.torch_pickle import Unpickled
 from jshard.checkpoint.manifest import StoredLeaf
 
 NAME = "pytorch_model.bin"
@@ -39,9 +39,9 @@ def is_torch_file(path: Path) -> bool:
 class _Plain:
     """A value in a file that is not an array."""
 
-    content: Any
+    content: object
 
-    def value(self) -> Any:
+    def value(self) -> object:
         """Returns the value."""
         return self.content
 
@@ -121,7 +121,7 @@ _MAX_ITEMS = 100_000  # that any file may stand for
 _MAX_COPIES = 16  # of an item, on average, that a larger file may stand for
 
 
-def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(file: Path, content: dict[object, Unpickled]) -> Iterator[tuple[str, Unpickled]]:
     """Yields the tensors and values in nested dicts and lists, by their keys.
 
     A list may contain itself, and a few lists, each twice in the next, stand for more items than any memory holds. So
@@ -131,7 +131,7 @@ def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
     num_items = num_stored = 0
     containers: set[int] = set()
     for _ in range(_MAX_LEVELS):
-        below: list[tuple[str, Any]] = []
+        below: list[tuple[str, Unpickled]] = []
         for name, container in level:
             num_items += len(container)
             if id(container) not in containers:
@@ -150,12 +150,12 @@ def _flat(file: Path, content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
         raise damaged(file, f"its values are nested more than {_MAX_LEVELS} levels deep.")
 
 
-def _is_container(item: Any) -> bool:
+def _is_container(item: object) -> bool:
     # A region is a tuple, and a leaf.
     return isinstance(item, dict | list | tuple) and not isinstance(item, FileRegion)
 
 
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+def _items(container: Unpickled) -> Iterable[tuple[object, Unpickled]]:
     if isinstance(container, dict):
         return container.items()
     return enumerate(container)

@@ -12,7 +12,7 @@ import pickle
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,10 @@ from jshard.checkpoint.formats.source import damaged
 from jshard.errors import FourPartError, printable
 
 Allowed = Mapping[tuple[str, str], Any]
+"""By module and name, what a pickle gets for a name: a class that stands in for PyTorch's, or a string."""
+
+Unpickled: TypeAlias = Any
+"""A value from a pickle: of any type, as anyone may have written it."""
 
 _DTYPE_NAMES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 "
@@ -42,19 +46,19 @@ class Record(metaclass=Sealed):
     """Stands in for a PyTorch class: records the arguments and the state from the pickle."""
 
     args: tuple
-    state: Any
+    state: Unpickled
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: Unpickled) -> Record:
         """Keeps the arguments for the class."""
         record = super().__new__(cls)
         record.args = args
         record.state = {}
         return record
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: Unpickled) -> None:
         self.state = state
 
-    def get(self, field: str) -> Any:
+    def get(self, field: str) -> Unpickled:
         """Returns a field of the dataclass it stands for; None if there is no such field."""
         if not isinstance(self.state, dict):
             return None
@@ -67,7 +71,7 @@ class _Ordered(dict, metaclass=Sealed):
     def __init__(self) -> None:  # its items are set afterwards, so that their keys are checked
         super().__init__()
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: Unpickled) -> None:
         pass
 
 
@@ -75,17 +79,17 @@ class NotAllowedError(Exception):
     """A name that no table contains."""
 
 
-def sealed(call: Callable[..., Any]) -> Any:
+def sealed(call: Callable[..., object]) -> Sealed:
     """Makes a class that a pickle may call in place of a function: the call returns the function's result."""
 
-    def new(cls: type, *args: Any) -> Any:
+    def new(cls: type, *args: Unpickled) -> object:
         return call(*args)
 
     return Sealed(call.__name__, (), {"__new__": new})
 
 
 @sealed
-def _size(dims: Any = ()) -> Any:
+def _size(dims: Unpickled = ()) -> tuple:
     """`torch.Size`: a tuple."""
     if len(dims) > MAX_DIMS:
         raise ValueError(f"a size of {len(dims)} dims")
@@ -93,7 +97,7 @@ def _size(dims: Any = ()) -> Any:
 
 
 @sealed
-def _attribute(owner: Any, name: Any) -> Any:
+def _attribute(owner: object, name: object) -> str:
     """`getattr`, as early versions of Python 3.11 pickle an enum member; refuses anything else."""
     if owner is not MEMORY_FORMAT:
         raise NotAllowedError("builtins", "getattr")
@@ -101,7 +105,7 @@ def _attribute(owner: Any, name: Any) -> Any:
 
 
 @sealed
-def _encoded_bytes(text: Any = "", codec: Any = "latin1") -> Any:
+def _encoded_bytes(text: object = "", codec: object = "latin1") -> bytes:
     """`_codecs.encode`, with which older protocols write bytes; only with that codec."""
     if not isinstance(text, str) or codec != "latin1":
         raise NotAllowedError("_codecs", "encode")
@@ -109,13 +113,13 @@ def _encoded_bytes(text: Any = "", codec: Any = "latin1") -> Any:
 
 
 @sealed
-def _no_bytes() -> Any:
+def _no_bytes() -> bytes:
     """`bytes`, with which older protocols write empty bytes; takes no size, which would allocate memory."""
     return b""
 
 
 @sealed
-def MEMORY_FORMAT(value: Any) -> Any:
+def MEMORY_FORMAT(value: object) -> object:
     """Stands in for the enum of memory formats, which nothing here needs."""
     return value
 
@@ -146,7 +150,7 @@ MOST_PICKLE_BYTES = 1 << 30
 MAX_DIMS = 64
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """Returns a value of a pickle as a short text. `str` of a few nested tuples can be longer than any memory."""
     if isinstance(value, str):
         return printable(value[:200])
@@ -156,7 +160,7 @@ def short(value: Any) -> str:
         return f"a large {type(value).__name__}"
 
 
-def load(content: bytes, allowed: Allowed, path: Path, *, storage: Callable[..., Any] | None = None) -> Any:
+def load(content: bytes, allowed: Allowed, path: Path, *, storage: Callable[..., object] | None = None) -> Unpickled:
     """Returns the value of a pickle, if every name in it is allowed; memory and time are in proportion to its size."""
     try:
         return _PickleReader(content, allowed, storage).load()
@@ -206,7 +210,7 @@ class _PickleReader(_Unpickler):
         code: step for code, step in _Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_STEPS
     }
 
-    def __init__(self, content: bytes, allowed: Allowed, storage: Callable[..., Any] | None) -> None:
+    def __init__(self, content: bytes, allowed: Allowed, storage: Callable[..., object] | None) -> None:
         file = io.BytesIO(content)
         super().__init__(file)
         # Without its checks of frames, which are most of the time. What a step reads may then be too short, and the
@@ -217,7 +221,7 @@ class _PickleReader(_Unpickler):
         self._storage = storage
         self._work_left = _WORK_PER_BYTE * (len(content) + 4096)
 
-    def load(self) -> Any:
+    def load(self) -> Unpickled:
         """Runs the steps of the pickle, and returns its value."""
         self.metastack = []
         self.stack = []
@@ -235,13 +239,13 @@ class _PickleReader(_Unpickler):
         except KeyError as error:
             raise ValueError(f"it has the unknown step or name {short(error.args[0])}") from None
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Looks up a name."""
         if (module, name) not in self._allowed:
             raise NotAllowedError(module, name)
         return self._allowed[module, name]
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
         """Looks up the bytes of a tensor."""
         if self._storage is None or not isinstance(pid, tuple):
             raise pickle.UnpicklingError("an unexpected persistent object")
@@ -253,7 +257,7 @@ class _PickleReader(_Unpickler):
         if self._work_left < 0:
             raise ValueError("it asks for more work than a pickle of its size can need")
 
-    def _spend_on_call(self, args: Any) -> None:
+    def _spend_on_call(self, args: object) -> None:
         """Counts the arguments of a call, and what they contain: a call may copy it."""
         if not isinstance(args, tuple):
             raise TypeError("a call with arguments that are not a tuple")
@@ -263,7 +267,7 @@ class _PickleReader(_Unpickler):
                 work += len(arg)
         self._spend(work)
 
-    def _check_key(self, key: Any) -> None:
+    def _check_key(self, key: object) -> None:
         """Raises `ValueError` unless the hash of a key takes little time, and is that of few other keys."""
         if type(key) is str:
             return  # its hash is computed once
@@ -276,7 +280,7 @@ class _PickleReader(_Unpickler):
             if not is_plain and not is_small:
                 raise ValueError(f"a key of a dict or an element of a set is a {type(part).__name__}")
 
-    def _set_items(self, mapping: Any, items: list[Any]) -> None:
+    def _set_items(self, mapping: object, items: list[Unpickled]) -> None:
         if not isinstance(mapping, dict):
             raise ValueError(f"items are set in a {type(mapping).__name__}")
         for position in range(0, len(items), 2):
@@ -296,7 +300,7 @@ class _PickleReader(_Unpickler):
         self._set_items(self.stack[-1], items)
 
     def _load_dict(self) -> None:
-        mapping: dict[Any, Any] = {}
+        mapping: dict[object, object] = {}
         self._set_items(mapping, self.pop_mark())
         self.append(mapping)
 

@@ -11,6 +11,7 @@ import dataclasses
 import io
 import pickle
 import zipfile
+from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ _ZIP_HEADER_BYTES = 30  # of a member, before its name
 _EXTRA_HEADER_BYTES = 4  # of the extra field that pads it
 
 
-def write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) -> int:
+def write_archive(stream: BinaryIO, value: object, arrays: tuple[np.ndarray, ...]) -> int:
     """Writes a zip of a pickle and its tensors' bytes, aligned to 64; returns its length."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
@@ -40,10 +41,10 @@ def write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) 
     return stream.write(buffer.getbuffer())
 
 
-def _members(value: Any, arrays: tuple[np.ndarray, ...]) -> dict[str, Any]:
+def _members(value: object, arrays: tuple[np.ndarray, ...]) -> dict[str, bytes | memoryview]:
     """Returns the files of an archive by name, in PyTorch's order."""
     # The protocol of the pickle is that of `torch.save`.
-    members: dict[str, Any] = {
+    members: dict[str, bytes | memoryview] = {
         "data.pkl": pickled(value, protocol=2),
         ".format_version": b"1",
         ".storage_alignment": str(_ALIGNMENT).encode(),
@@ -56,7 +57,7 @@ def _members(value: Any, arrays: tuple[np.ndarray, ...]) -> dict[str, Any]:
     return members
 
 
-def rebuilt(array: np.ndarray) -> Any:
+def rebuilt(array: np.ndarray) -> PickledCall:
     """Returns a tensor whose numbers are the first storage of the archive."""
     dtype = TORCH_NAMES[array.dtype]
     strides = tuple(step // array.itemsize for step in array.strides)
@@ -94,7 +95,7 @@ class PickledObject:
     """An object created without arguments, whose state is then set."""
 
     kind: PickledGlobal
-    state: Any
+    state: object
 
 
 class PickledStorage(NamedTuple):
@@ -109,9 +110,9 @@ _Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]  # the Python one:
 class _Writer(_Pickler):
     """Writes the classes above as the objects they stand for."""
 
-    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
+    dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(_Pickler.dispatch)
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         """Returns the key of an object stored beside the pickle."""
         return obj.key if isinstance(obj, PickledStorage) else None
 
@@ -132,7 +133,7 @@ class _Writer(_Pickler):
     dispatch |= {PickledGlobal: _global, PickledCall: _call, PickledObject: _object}
 
 
-def pickled(value: Any, *, protocol: int) -> bytes:
+def pickled(value: object, *, protocol: int) -> bytes:
     """Returns the pickle of a value, in which the classes above stand for others."""
     file = io.BytesIO()
     _Writer(file, protocol).dump(value)

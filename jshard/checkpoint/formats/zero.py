@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from jshard.checkpoint.formats.source import (
     stored_array,
 )
 from jshard.checkpoint.formats.torch_archive import Archive
-from jshard.checkpoint.formats.torch_pickle import Record, records, short
+from jshard.checkpoint.formats.torch_pickle import Record, Unpickled, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
 from jshard.errors import printable
 
@@ -198,7 +198,7 @@ class _RankFiles:
         return cls([optim[rank] for rank in ranks], [model[rank] for rank in ranks])
 
 
-def _loaded(file: Path) -> Mapping[str, Any]:
+def _loaded(file: Path) -> Mapping[str, Unpickled]:
     """Returns the content of a file, with locations for tensors."""
     # Of tens of GB of optimizer state only the pickle is read: tensors are locations.
     content = Archive(file, 0, file.stat().st_size).regions(_ALLOWED)
@@ -224,16 +224,16 @@ def _flat_weights(file: Path) -> list[FileRegion]:
     return groups
 
 
-def _is_flat(item: Any) -> bool:
+def _is_flat(item: object) -> TypeGuard[FileRegion]:
     return isinstance(item, FileRegion) and len(item.shape) == 1
 
 
-def _dict(item: Any) -> Mapping[Any, Any]:
+def _dict(item: object) -> Mapping[object, Unpickled]:
     """Returns an item of a pickle if it is a dict, or else an empty one."""
     return item if isinstance(item, dict) else {}
 
 
-def _trained_shapes(file: Path, state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _trained_shapes(file: Path, state: Mapping[str, Unpickled]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the trained parameters, in stored order."""
     groups = state.get("param_shapes")
     if isinstance(groups, dict):
@@ -248,7 +248,7 @@ def _trained_shapes(file: Path, state: Mapping[str, Any]) -> dict[str, tuple[int
     return shapes
 
 
-def _checked_shapes(file: Path, shapes: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _checked_shapes(file: Path, shapes: Mapping[object, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, shape in shapes.items():
         if not isinstance(name, str) or not is_shape(shape):
             raise damaged(file, f"a parameter {short(name)} has the shape {short(shape)}.")
@@ -256,7 +256,7 @@ def _checked_shapes(file: Path, shapes: Mapping[Any, Any]) -> Iterator[tuple[str
 
 
 def _check_alike(
-    files: Sequence[Path], states: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+    files: Sequence[Path], states: Sequence[Mapping[str, Unpickled]], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raises `RunError` if a rank lists other parameters, or pieces of frozen ones that the first rank does not list.
 
@@ -309,7 +309,7 @@ def _cut(runs: Sequence[FileRegion], first: int, last: int) -> list[FileRegion]:
     return parts
 
 
-def _frozen(files: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _FlatTensor]]:
+def _frozen(files: Sequence[Path], states: Sequence[Mapping[str, Unpickled]]) -> Iterator[tuple[str, _FlatTensor]]:
     """Yields frozen parameters, with a piece of each in every rank's model file."""
     shapes = _dict(states[0].get("frozen_param_shapes"))
     for name, shape in _checked_shapes(files[0], shapes):
@@ -324,7 +324,7 @@ def _frozen(files: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> Itera
         yield name, _FlatTensor(shape, pieces)
 
 
-def _buffers(file: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, _PlainTensor]]:
+def _buffers(file: Path, state: Mapping[str, Unpickled]) -> Iterator[tuple[str, _PlainTensor]]:
     """Yields model arrays other than parameters, whole in every rank's model file."""
     # The first rank's: unlike parameters, buffers are not cut.
     names = state.get("buffer_names")
@@ -338,9 +338,9 @@ def _buffers(file: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, _Plain
         yield name, _PlainTensor(region)
 
 
-def _shared_names(shared: Any) -> list[tuple[str, str]]:
+def _shared_names(shared: object) -> list[tuple[str, str]]:
     """Returns the names of tensors that share others' storage, stored as a dict or a list: pairs of alias and name."""
-    pairs: list[Any] = []
+    pairs: list[Sequence[object]] = []
     if isinstance(shared, dict):
         pairs = list(shared.items())
     elif isinstance(shared, list):

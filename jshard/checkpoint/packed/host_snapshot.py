@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._types import PyTree
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.manifest import Manifest, StoredLeaf, Value
 from jshard.checkpoint.packed.file_io import Parts
@@ -19,6 +20,8 @@ from jshard.checkpoint.packed.write_assignment import LeafToWrite, plan_writes
 from jshard.checkpoint.packed.writer import write_file
 from jshard.checkpoint.state import leaves as _leaves
 from jshard.checkpoint.state.leaf_values import storable
+
+_Array = jax.Array | np.ndarray
 
 
 class HostSnapshot:
@@ -31,7 +34,7 @@ class HostSnapshot:
     def __init__(
         self, leaves: Mapping[str, Any], stored: Mapping[str, StoredLeaf], *, most_bytes: int = FILE_BYTES
     ) -> None:
-        arrays: list[Any] = []
+        arrays: list[_Array] = []
         to_write: list[LeafToWrite] = []
         # Numbers count all leaves, also those without a piece: a reader counts the leaves of the manifest.
         for number, (path, leaf) in enumerate(leaves.items()):
@@ -45,7 +48,7 @@ class HostSnapshot:
 
         # Of other shards nothing is written here: no time and memory for their copies.
         needed = {(source.leaf, source.shard_box) for file_sources in plan.sources for source in file_sources}
-        shards: dict[tuple[int, Limits], Any] = {}
+        shards: dict[tuple[int, Limits], _Array] = {}
         for leaf_to_write, array in zip(to_write, arrays, strict=True):
             for box, values in _local_boxes(array):
                 place = leaf_to_write.number, box
@@ -66,20 +69,20 @@ class HostSnapshot:
         return np.ascontiguousarray(values)
 
 
-def _as_numbers(leaf: Any) -> Any:
+def _as_numbers(leaf: _Array) -> _Array:
     """Returns an array of numbers; of a random key, its key data."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     return leaf
 
 
-def _leaf_to_write(number: int, path: str, array: Any, stored: StoredLeaf) -> LeafToWrite:
+def _leaf_to_write(number: int, path: str, array: _Array, stored: StoredLeaf) -> LeafToWrite:
     if not isinstance(array, jax.Array):
         return LeafToWrite(number, path, stored.shape, stored.dtype, sharding=None)
     return LeafToWrite(number, path, stored.shape, stored.dtype, array.sharding, tuple(array.shape))
 
 
-def _local_boxes(array: Any) -> Iterator[tuple[Limits, Any]]:
+def _local_boxes(array: _Array) -> Iterator[tuple[Limits, _Array]]:
     """Yields the boxes of an array that are on this process, with their values there."""
     if not isinstance(array, jax.Array):
         yield tuple((0, size) for size in array.shape), array
@@ -107,7 +110,7 @@ _ONE_FILE_BYTES = 1 << 62  # no part is as large, so all its pieces are in one f
 class Packing:
     """This process's part of a state. The values are copied or held at construction, so the next step may run."""
 
-    def __init__(self, state: Any, *, step: int) -> None:
+    def __init__(self, state: PyTree, *, step: int) -> None:
         leaves = storable(_leaves.flatten(state))
         shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
         stored = {key: _manifest.describe(leaf, shapes.get(key)) for key, leaf in leaves.items()}

@@ -21,8 +21,9 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import numpy as np
 import xxhash
 from jax.sharding import Sharding
@@ -396,7 +397,7 @@ def up(value: int, multiple: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Any, Limits]:
+def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, Limits]:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the box of an array that each device holds."""
     indices = sharding.devices_indices_map(tuple(shape))
     return {device: limits(index or (), shape) for device, index in indices.items()}

@@ -6,13 +6,13 @@ import collections
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jshard._processes import exchange
+from jshard.checkpoint.converting import Target
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.packed.file_reads import Read, take_bytes
 from jshard.checkpoint.packed.host_memory import HOST_MEMORY
@@ -22,7 +22,7 @@ from jshard.checkpoint.state.local_arrays import first_devices
 _PADDED_BYTES = 4 << 20  # shares are padded to multiples of this, so that one program moves most of them
 
 
-def read_group(targets: Iterable[Any]) -> tuple[int, ...]:
+def read_group(targets: Iterable[Target]) -> tuple[int, ...]:
     """Returns the processes that need the same boxes of every array as this one, including itself."""
     group = frozenset(range(jax.process_count()))
     for target in targets:

@@ -9,9 +9,10 @@ import operator
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal, SupportsIndex
 
 from jshard._processes import exchange, is_primary
+from jshard._types import Json, PyTree
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, place_of, steps_in
@@ -152,7 +153,7 @@ class Checkpointer:
         self._saving: SaveOperation | None = None  # the work of the pending save
         self._next_look_s = 0.0  # when to look again for a failure of another process
         self._given_up: Pending | None = None  # still running after a wait timed out
-        self._restores: list[dict[str, Any]] = []  # recorded with the next save: a reader does not change the folder
+        self._restores: list[dict[str, Json]] = []  # recorded with the next save: a reader does not change the folder
         self._damaged_steps: set[int] = set()  # found by a restore that fell back to an older one
         self._was_checked = False  # whether all processes see the folder
 
@@ -212,7 +213,7 @@ class Checkpointer:
         # A run that went back comes to the steps of its old checkpoints again, which stay unless they are damaged.
         return step not in self.steps() or step in self._damaged_steps or self._store.damage(step) is not None
 
-    def save(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> Place:
+    def save(self, step: int, state: PyTree, *, metrics: Mapping[str, float] | None = None) -> Place:
         """Writes the checkpoint of a step and returns when it is on the disk; every process calls it.
 
         Args:
@@ -234,7 +235,7 @@ class Checkpointer:
         self._end(2 * self.timeout_s)
         return self.path(step)
 
-    def save_async(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> None:
+    def save_async(self, step: int, state: PyTree, *, metrics: Mapping[str, float] | None = None) -> None:
         """`save` that returns when the devices' values are copied; one save is pending at a time.
 
         Later failures are raised by the next call of `check`, `save`, `save_async` or `wait`. It first waits for a
@@ -301,7 +302,7 @@ class Checkpointer:
 
     def restore(
         self,
-        like: Any,
+        like: PyTree,
         step: int | None = None,
         *,
         fall_back: bool = False,
@@ -310,7 +311,7 @@ class Checkpointer:
         missing: Missing = "error",
         extra: Extra = "error",
         verify: bool = True,
-    ) -> Any:
+    ) -> PyTree:
         """Reads a checkpoint into the shardings of `like`; every process calls it.
 
         Args:
@@ -368,7 +369,7 @@ class Checkpointer:
             if newer > step:
                 self._store.set_aside(newer)
 
-    def _start(self, step: int, state: Any, metrics: Mapping[str, float] | None) -> None:
+    def _start(self, step: int, state: PyTree, metrics: Mapping[str, float] | None) -> None:
         """Does the part of a save that training waits for."""
         path = self.path(step)
         try:
@@ -438,7 +439,7 @@ class Checkpointer:
             self._store.abandon(step)  # immediately: the disk may be full
         self._add_to_history({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
 
-    def _add_to_history(self, record: Mapping[str, Any]) -> None:
+    def _add_to_history(self, record: Mapping[str, Json]) -> None:
         records = [*self._restores, record]
         self._restores = []
         if is_primary():
@@ -446,7 +447,7 @@ class Checkpointer:
                 self._store.add_to_history(record)
 
 
-def _checked(step: Any) -> int:
+def _checked(step: SupportsIndex) -> int:
     """Returns a step as an int for its folder's name, checked before other processes are involved."""
     try:
         number = operator.index(step)

@@ -8,10 +8,10 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jshard._files import open_in_place
 from jshard._parsing import parse_json
+from jshard._types import Json
 from jshard.checkpoint.buckets import Place, contents
 from jshard.checkpoint.errors import CheckpointWarning
 from jshard.errors import UnsafeFileError
@@ -21,7 +21,7 @@ _MOST_BYTES = 256 << 20
 _MOST_LINES = 100_000  # of saves and restores; a file of that size may have a hundred million
 
 
-def append(folder: Path, record: Mapping[str, Any]) -> None:
+def append(folder: Path, record: Mapping[str, Json]) -> None:
     """Adds a line to the history of a series; a save does not fail because its line cannot be written."""
     line = json.dumps(record) + "\n"
     try:
@@ -48,7 +48,7 @@ def warn(text: str) -> None:
     warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
-def read(folder: Place, say: Callable[[str], object] = warn) -> list[dict[str, Any]]:
+def read(folder: Place, say: Callable[[str], object] = warn) -> list[dict[str, Json]]:
     """Returns the history of a series, oldest first; damaged lines, as a crash leaves, are left out.
 
     Args:
@@ -86,7 +86,7 @@ def read(folder: Place, say: Callable[[str], object] = warn) -> list[dict[str, A
     return records
 
 
-def _record_of(line: bytes) -> dict[str, Any] | None:
+def _record_of(line: bytes) -> dict[str, Json] | None:
     try:
         record = parse_json(line)
     except ValueError:

@@ -22,9 +22,9 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jshard._parsing import parse_json
+from jshard._types import Json
 from jshard.checkpoint.buckets import BucketError, BucketPath, Tag
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.errors import RunError
@@ -159,7 +159,7 @@ class SeriesLease:
         return json.dumps(self._identity | {"beat": self._beats}).encode()
 
 
-def _parsed(text: bytes) -> Mapping[str, Any]:
+def _parsed(text: bytes) -> Mapping[str, Json]:
     """Returns the fields of a claim; none if it is damaged."""
     try:
         fields = parse_json(text)
@@ -168,11 +168,11 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _name_of(owner: Mapping[str, Any]) -> str:
+def _name_of(owner: Mapping[str, Json]) -> str:
     return f"process {owner.get('process_id', '?')} on {owner.get('host', '?')}"
 
 
-def _has_ended(owner: Mapping[str, Any]) -> bool:
+def _has_ended(owner: Mapping[str, Json]) -> bool:
     """Returns whether a process of this machine, whose id can be looked up here, has ended."""
     process_id = owner.get("process_id")
     machine = owner.get("machine")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from jshard._parsing import checked
+from jshard._types import Json
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.phases import ProcessReport
 from jshard.checkpoint.series import history
@@ -178,7 +179,7 @@ _MOST_PHASES = 100  # of which each is a column; a save has fewer than ten
 _MOST_S = 1e11  # seconds, also of a moment: some thousand years; sums of larger ones would not be finite
 
 
-def _timeline(record: Mapping[str, Any]) -> Timeline:
+def _timeline(record: Mapping[str, Json]) -> Timeline:
     """Returns the operation of a line; raises `ValueError` if it is not one."""
     timeline = _timeline_of(checked(record, _StoredOperation))
     times_s = [timeline.began_at, timeline.blocked_s or 0.0]

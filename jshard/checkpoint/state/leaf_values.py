@@ -30,7 +30,7 @@ _STORABLE = frozenset(  # dtypes that TensorStore supports
 # ---- to be stored
 
 
-def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str, StoredValue]:
+def storable(leaves: Mapping[Path, object], *, abstract: bool = False) -> dict[str, StoredValue]:
     """Returns leaves, by path as text, in the types that are stored: only arrays, ints, floats and texts.
 
     If only the types matter (`abstract`), positions in the data are not queried. A `CheckpointError` names the leaves
@@ -58,7 +58,7 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
     return stored
 
 
-def _check_values_exist(leaves: Mapping[Path, Any]) -> None:
+def _check_values_exist(leaves: Mapping[Path, object]) -> None:
     """Refuses arrays without values, and arrays of which this process holds no part, so that it cannot save them."""
     arrays = {text(path): leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
     deleted = [key for key, leaf in arrays.items() if leaf.is_deleted()]
@@ -142,7 +142,7 @@ def _kind(leaf: object) -> str:
 # ---- to be restored
 
 
-def abstract(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+def abstract(leaves: Mapping[Path, object]) -> dict[Path, object]:
     """Returns shape, dtype and sharding of every array; other leaves are unchanged.
 
     Arrays on no mesh, such as the random state of an abstract model, are replicated over the mesh of the others.
@@ -162,7 +162,7 @@ def _abstract_leaf(leaf: object, replicated: NamedSharding | None) -> object:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def restored(path: str, value: Any, like: Any) -> Any:
+def restored(path: str, value: Any, like: object) -> object:
     """Returns a stored value in the type of its counterpart in `like`; data positions are set.
 
     Raises:
@@ -181,7 +181,7 @@ def restored(path: str, value: Any, like: Any) -> Any:
     return value
 
 
-def _python_value(path: str, value: Any, kind: type) -> Any:
+def _python_value(path: str, value: object, kind: type) -> object:
     if type(value) is kind:
         return value
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jshard._types import PyTree
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.state.named_nodes import named_node, names_by_key
 from jshard.linen.boxes import is_padded
@@ -66,9 +67,9 @@ def check_paths(paths: Collection[str]) -> None:
         )
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def nested(leaves: Mapping[str, object]) -> dict[str, PyTree]:
     """Returns leaves by path as nested dicts, the form that other Orbax users see."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, PyTree] = {}
     for path, leaf in leaves.items():
         *folders, last = path.split("/")
         node = tree
@@ -78,7 +79,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def flat(tree: Any, path: str = "") -> dict[str, Any]:
+def flat(tree: PyTree, path: str = "") -> dict[str, PyTree]:
     """Inverts `nested`; lists, which other programs store, are treated as dicts with numeric keys."""
     if tree is None:
         return {}
@@ -86,7 +87,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
         tree = {str(number): leaf for number, leaf in enumerate(tree)}
     if not isinstance(tree, Mapping):
         return {path: tree}
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, PyTree] = {}
     for key, subtree in tree.items():
         leaves |= flat(subtree, f"{path}/{key}" if path else str(key))
     return leaves
@@ -95,7 +96,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
 # ---- leaves of a state
 
 
-def flatten(state: Any) -> dict[Path, Any]:
+def flatten(state: PyTree) -> dict[Path, object]:
     """Returns every leaf of a state by its path; raises `CheckpointError` if two leaves have the same path."""
     pairs = _all_leaves(state)
     count = collections.Counter(path for path, _ in pairs)
@@ -109,7 +110,7 @@ def flatten(state: Any) -> dict[Path, Any]:
     return dict(pairs)
 
 
-def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
+def logical_shapes(state: PyTree) -> dict[Path, tuple[int, ...]]:
     """Returns the stored shapes, without padding, of leaves whose arrays are padded to divide over a mesh."""
     shapes: dict[Path, tuple[int, ...]] = {}
     for name, value in parts_of(state):
@@ -132,7 +133,7 @@ def _has_padding(node: object) -> bool:
     return is_padded(node) or padding_of(node) is not None
 
 
-def by_number(state: Any) -> dict[str, str]:
+def by_number(state: PyTree) -> dict[str, str]:
     """Returns the paths of leaves below dict-like nodes as earlier versions stored them: with numbers for keys.
 
     They are by today's path; equal ones are left out.
@@ -147,7 +148,7 @@ def by_number(state: Any) -> dict[str, str]:
     return numbered_paths
 
 
-def parts_of(state: Any) -> list[tuple[Path, Any]]:
+def parts_of(state: PyTree) -> list[tuple[Path, PyTree]]:
     """Returns the parts of a state by path: the items of a dict, or the state itself under the empty path."""
     if not _is_dict(state):
         return [((), state)]
@@ -158,7 +159,7 @@ def _is_dict(state: object) -> bool:
     return isinstance(state, Mapping) and not isinstance(state, nnx.State)
 
 
-def variables_of(value: Any, *, is_numbered: bool = False) -> list[tuple[Path, Any]] | None:
+def variables_of(value: PyTree, *, is_numbered: bool = False) -> list[tuple[Path, PyTree]] | None:
     """Returns the variables of a Flax module or state by path; None for any other pytree.
 
     Args:
@@ -175,7 +176,7 @@ def variables_of(value: Any, *, is_numbered: bool = False) -> list[tuple[Path, A
     return variables
 
 
-def _named_path(owner: Any, flax_path: Iterable[Any]) -> Path:
+def _named_path(owner: PyTree, flax_path: Iterable[Any]) -> Path:
     """Returns the path of a variable in a module, with the keys of dict-like nodes that Flax numbers."""
     names: list[str] = []
     node = owner
@@ -190,7 +191,7 @@ def _named_path(owner: Any, flax_path: Iterable[Any]) -> Path:
     return tuple(names)
 
 
-def _child(node: Any, key: Any) -> Any:
+def _child(node: PyTree, key: object) -> PyTree:
     """Returns an attribute or item of a module or container; None if it has none, as a state, which has no objects."""
     # Attributes first: what `node[key]` means is up to the class of the module.
     if isinstance(key, str) and key in getattr(node, "__dict__", {}):
@@ -202,14 +203,14 @@ def _child(node: Any, key: Any) -> Any:
     return getattr(node, key, None) if isinstance(key, str) else None
 
 
-def _all_leaves(state: Any, *, is_numbered: bool = False) -> list[tuple[Path, Any]]:
+def _all_leaves(state: PyTree, *, is_numbered: bool = False) -> list[tuple[Path, object]]:
     leaves = []
     for name, value in parts_of(state):
         leaves += _leaves_of_part(value, name, is_numbered=is_numbered)
     return leaves
 
 
-def _leaves_of_part(value: Any, name: Path, *, is_numbered: bool) -> Iterator[tuple[Path, Any]]:
+def _leaves_of_part(value: PyTree, name: Path, *, is_numbered: bool) -> Iterator[tuple[Path, object]]:
     variables = variables_of(value, is_numbered=is_numbered)
     if variables is None:
         yield from _leaves_of_tree(value, name, is_numbered=is_numbered)
@@ -219,7 +220,7 @@ def _leaves_of_part(value: Any, name: Path, *, is_numbered: bool) -> Iterator[tu
         yield from _leaves_of_tree(_raw_value(variable), (*name, *path), is_numbered=is_numbered)
 
 
-def _leaves_of_tree(tree: Any, name: Path, *, is_numbered: bool) -> Iterator[tuple[Path, Any]]:
+def _leaves_of_tree(tree: PyTree, name: Path, *, is_numbered: bool) -> Iterator[tuple[Path, object]]:
     for path, node in _nodes(tree, name, is_leaf=is_padded, is_numbered=is_numbered):
         if is_padded(node):
             yield path, node.value  # the same path, padded or not: a checkpoint restores onto any mesh
@@ -228,8 +229,8 @@ def _leaves_of_tree(tree: Any, name: Path, *, is_numbered: bool) -> Iterator[tup
 
 
 def _nodes(
-    tree: Any, name: Path, *, is_leaf: Callable[[Any], bool], is_numbered: bool = False
-) -> Iterator[tuple[Path, Any]]:
+    tree: PyTree, name: Path, *, is_leaf: Callable[[object], bool], is_numbered: bool = False
+) -> Iterator[tuple[Path, PyTree]]:
     """Yields leaves by path; below nodes whose children JAX cannot name, by the names they have here."""
 
     def is_end(node: object) -> bool:
@@ -253,7 +254,7 @@ def _key_text(key: object) -> str:
     return jax.tree_util.keystr((key,), simple=True)
 
 
-def _raw_value(variable: Any) -> Any:
+def _raw_value(variable: object) -> object:
     """Returns a variable's value as it is, without the hooks of `get_value`; states may hold values alone."""
     if isinstance(variable, nnx.Variable):
         return variable.get_raw_value()
@@ -263,7 +264,7 @@ def _raw_value(variable: Any) -> Any:
 # ---- a state with other leaves
 
 
-def unflatten_like(like: Any, leaves: Mapping[Path, Any]) -> Any:
+def unflatten_like(like: PyTree, leaves: Mapping[Path, object]) -> PyTree:
     """Inverts `flatten`: returns new objects of the types in `like`, with other leaves."""
     filled = {name: _filled_part(value, name, leaves) for name, value in parts_of(like)}
     if _is_dict(like):
@@ -271,7 +272,7 @@ def unflatten_like(like: Any, leaves: Mapping[Path, Any]) -> Any:
     return filled[()]
 
 
-def _filled_part(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
+def _filled_part(value: PyTree, name: Path, leaves: Mapping[Path, object]) -> PyTree:
     if isinstance(value, nnx.State):
         return _filled_state(value, value, name, leaves)
     if isinstance(value, nnx.Pytree):
@@ -281,7 +282,7 @@ def _filled_part(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
     return _filled_tree(value, name, leaves)
 
 
-def _filled_state(state: nnx.State, owner: Any, name: Path, leaves: Mapping[Path, Any]) -> nnx.State:
+def _filled_state(state: nnx.State, owner: PyTree, name: Path, leaves: Mapping[Path, object]) -> nnx.State:
     """Returns a state with other leaves; `owner` is the module that it is of, or itself."""
     filled = []
     for flax_path, variable in nnx.to_flat_state(state):
@@ -294,7 +295,7 @@ def _filled_state(state: nnx.State, owner: Any, name: Path, leaves: Mapping[Path
     return nnx.from_flat_state(filled)
 
 
-def _filled_tree(tree: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
+def _filled_tree(tree: PyTree, name: Path, leaves: Mapping[Path, object]) -> PyTree:
     """Returns a pytree with other leaves. It walks the tree as `_nodes` does, so that the paths are the same."""
 
     def is_end(node: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._text import counted
+from jshard._types import Json
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.state.leaf_sums import box_sums
 
-CopyFacts = list[Any]
+CopyFacts = list[Json]
 """The shape, the dtype and the checksums of a process's copy of an array, as JSON."""
 
 
@@ -24,7 +25,7 @@ def first_devices() -> dict[int, jax.Device]:  # pyright: ignore[reportInvalidTy
     return {device.process_index: device for device in reversed(jax.devices())}
 
 
-def is_local(leaf: object) -> bool:
+def is_local(leaf: object) -> TypeGuard[jax.Array]:
     """Returns whether this is a process-local array and there are several processes."""
     return isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable
 
@@ -37,7 +38,7 @@ def as_replicas(leaf: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, PartitionSpec()), [copy])
 
 
-def local_copies(leaves: Mapping[str, Any]) -> dict[str, CopyFacts]:
+def local_copies(leaves: Mapping[str, object]) -> dict[str, CopyFacts]:
     """Returns what to compare of this process's copies of process-local arrays, by path."""
     copies = {}
     for path, leaf in leaves.items():

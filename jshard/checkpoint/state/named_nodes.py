@@ -7,13 +7,15 @@ of several types, which JAX cannot sort.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeGuard, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.tree_util import FlattenedIndexKey
+
+from jshard._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +23,8 @@ class NamedNode:
     """A node of a pytree whose children have names that JAX does not know."""
 
     names: tuple[str, ...]
-    children: tuple[Any, ...]
-    rebuild: Callable[[list[Any]], Any]  # with other children, in the same order
+    children: tuple[PyTree, ...]
+    rebuild: Callable[[list[PyTree]], PyTree]  # with other children, in the same order
     is_numbered: bool  # whether JAX numbers the children
 
 
@@ -56,7 +58,10 @@ def named_node(node: object) -> NamedNode | None:
     return _dict_like(node)
 
 
-def names_by_key(keys: Iterable[Any]) -> dict[Any, str]:
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def names_by_key(keys: Iterable[_Key]) -> dict[_Key, str]:
     """Returns the names of keys in paths: unchanged, or quoted if a number with the same spelling is also a key."""
     keys = list(keys)
     numbers = {str(key) for key in keys if not isinstance(key, str)}
@@ -67,14 +72,14 @@ def names_by_key(keys: Iterable[Any]) -> dict[Any, str]:
     return names
 
 
-def _mixed_dict(node: dict[Any, Any]) -> NamedNode | None:
+def _mixed_dict(node: dict[Hashable, PyTree]) -> NamedNode | None:
     """Returns the names of a dict's children if it mixes strings with other keys; JAX flattens other dicts."""
     is_mixed = len({isinstance(key, str) for key in node}) > 1
     if not is_mixed:
         return None
     names = names_by_key(node)
 
-    def rebuild(children: list[Any]) -> dict[Any, Any]:
+    def rebuild(children: list[PyTree]) -> dict[Hashable, PyTree]:
         return dict(zip(names, children, strict=True))
 
     return NamedNode(tuple(names.values()), tuple(node.values()), rebuild, is_numbered=False)
@@ -94,17 +99,19 @@ def _dict_like(node: object) -> NamedNode | None:
     return NamedNode(tuple(names.values()), children, structure.unflatten, is_numbered=True)
 
 
-def _is_numbered(path: Sequence[Any]) -> bool:
+def _is_numbered(path: Sequence[object]) -> bool:
     return len(path) == 1 and isinstance(path[0], FlattenedIndexKey)
 
 
-def _keys_of(node: Any, node_data: tuple[type, Any] | None, children: tuple[Any, ...]) -> list[str | int] | None:
+def _keys_of(
+    node: PyTree, node_data: tuple[type, object] | None, children: tuple[PyTree, ...]
+) -> list[str | int] | None:
     """Returns the keys of the children of a dict-like class that is registered without keys; None if it has none.
 
     Such a class keeps its keys beside the children, in the order in which they were inserted. By number, values would
     be swapped if they are inserted in another order.
     """
-    candidates: list[Any] = []
+    candidates: list[object] = []
     if node_data is not None:
         # The data that the class returns beside the children when it is flattened: the keys, or a tuple with them.
         auxiliary_data = node_data[1]
@@ -119,7 +126,7 @@ def _keys_of(node: Any, node_data: tuple[type, Any] | None, children: tuple[Any,
     return None
 
 
-def _are_keys(candidate: object, node: Any, children: tuple[Any, ...]) -> bool:
+def _are_keys(candidate: object, node: PyTree, children: tuple[PyTree, ...]) -> TypeGuard[Sequence[str | int]]:
     """Returns whether these are the keys of a node's children, in order."""
     if not isinstance(candidate, tuple | list) or len(candidate) != len(children):
         return False
@@ -130,7 +137,7 @@ def _are_keys(candidate: object, node: Any, children: tuple[Any, ...]) -> bool:
     return all(_has_child(node, key, child) for key, child in zip(candidate, children, strict=True))
 
 
-def _has_child(node: Any, key: str | int, child: object) -> bool:
+def _has_child(node: PyTree, key: str | int, child: object) -> bool:
     """Returns whether a node has this child under this key: as an item, an attribute, or in a dict of its own."""
     if isinstance(key, str) and getattr(node, key, None) is child:
         return True
@@ -139,7 +146,7 @@ def _has_child(node: Any, key: str | int, child: object) -> bool:
     return any(_has_item(table, key, child) for table in tables)
 
 
-def _has_item(table: Any, key: str | int, child: object) -> bool:
+def _has_item(table: PyTree, key: str | int, child: object) -> bool:
     try:
         return table[key] is child
     except (KeyError, IndexError, TypeError):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 from flax import nnx
 
+from jshard._types import PyTree
 from jshard.checkpoint.state.leaves import Path, parts_of, text, variables_of
 from jshard.checkpoint.state.named_nodes import named_node
 
 _PARAMS = "params"
 
 
-def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
+def parameter_paths(like: PyTree, paths: Mapping[str, object]) -> set[str]:
     """Returns the paths of a state that are parameters."""
     tree_paths = {text(tree.path) for tree in _all_parameter_trees(like)}
     if "" in tree_paths:  # the state is a tree of parameters
@@ -24,7 +24,7 @@ def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
     return {path for path in paths if not tree_paths.isdisjoint(_with_paths_above(path))}
 
 
-def parameter_roots(like: Any) -> set[str]:
+def parameter_roots(like: PyTree) -> set[str]:
     """Returns the paths of the models in a state, and of its trees `params`: what is stored below is of a model."""
     return {text(tree.root) for tree in _all_parameter_trees(like)}
 
@@ -42,12 +42,12 @@ class _ParameterTree:
     root: Path  # of the model, or of the tree `params`, that they are part of
 
 
-def _all_parameter_trees(like: Any) -> Iterator[_ParameterTree]:
+def _all_parameter_trees(like: PyTree) -> Iterator[_ParameterTree]:
     for path, value in parts_of(like):
         yield from _parameter_trees(value, path)
 
 
-def _parameter_trees(value: Any, path: Path, *, is_in_named_tuple: bool = False) -> Iterator[_ParameterTree]:
+def _parameter_trees(value: PyTree, path: Path, *, is_in_named_tuple: bool = False) -> Iterator[_ParameterTree]:
     """Yields the parameters in a part of a state.
 
     In a named tuple, as Optax's states are, a tree `params` counts only if it is a field of it, and of Flax's types
@@ -68,13 +68,13 @@ def _parameter_trees(value: Any, path: Path, *, is_in_named_tuple: bool = False)
         yield from _parameter_trees(child, (*path, key), is_in_named_tuple=is_in_named_tuple or is_other_field)
 
 
-def _parameters_of_module(module: Any, path: Path) -> Iterator[_ParameterTree]:
+def _parameters_of_module(module: nnx.Pytree | nnx.State, path: Path) -> Iterator[_ParameterTree]:
     for variable_path, variable in variables_of(module) or ():
         if isinstance(variable, nnx.Param):
             yield _ParameterTree((*path, *variable_path), root=path)
 
 
-def _children(node: Any) -> list[tuple[str, Any]]:
+def _children(node: PyTree) -> list[tuple[str, PyTree]]:
     """Returns the direct children of a pytree node, by key."""
     named = named_node(node)
     if named is not None:

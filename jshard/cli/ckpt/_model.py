@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import tyro
@@ -101,7 +101,7 @@ class Model:
         # In a checkpoint a padded leaf has its shape without padding, which its spec may not divide. Without a spec it
         # is cut as it would be without a model.
         padded = {_leaves.text(path) for path in _leaves.logical_shapes(state)}
-        leaves: Mapping[Any, Any] = leaf_values.abstract(_leaves.flatten(state))
+        leaves = leaf_values.abstract(_leaves.flatten(state))
         specs: dict[str, PartitionSpec] = {}
         for key_path, leaf in leaves.items():
             path = _leaves.text(key_path)

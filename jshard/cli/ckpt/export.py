@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from jshard._text import counted, human_bytes
 from jshard.checkpoint.formats import ArraySource, ForeignSource, Names, write_dcp, write_safetensors
 from jshard.checkpoint.lookup import checkpoint_at, local_path
+from jshard.checkpoint.manifest import Value
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.part import Part, part_of
 from jshard.checkpoint.readers import own_checkpoint
@@ -113,11 +114,11 @@ def _write(
     )
 
 
-def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Any]:
+def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Value]:
     """Returns the numbers and strings below a path, by paths relative to it."""
     # The same prefix as that of the arrays, see `part_of`.
     prefix = f"{part.strip('/')}/" if part else ""
-    values: Mapping[str, Any] = checkpoint.values()
+    values = checkpoint.values()
     return {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
 
 
