@@ -34,6 +34,7 @@ from jshard.occupancy.measured import (
     text_of,
 )
 from jshard.occupancy.products import products_of
+from jshard.plans.array_paths import PyTree
 from jshard.plans.plan import ShardPlan
 from jshard.plans.plan import plan as plan_of
 
@@ -115,8 +116,8 @@ def tune_overlap(
     device: str | None = None,
     comm: str | CommFootprint = "ring",
     nccl: str | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    batch: Any = None,
+    loss_fn: Callable[..., PyTree] | None = None,
+    batch: PyTree = None,
     cache: str | Path | None = None,
 ) -> Overlap:
     """Chooses how much of a GPU a step's kernels leave to its collectives, and the settings of XLA and NCCL.

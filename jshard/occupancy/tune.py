@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -26,6 +25,7 @@ from jshard.occupancy.products import MatrixProduct, by_shape, products_of
 from jshard.occupancy.step_times import transfers
 from jshard.occupancy.tune_report import TuneReport, TuneRow
 from jshard.occupancy.tuning_bench import Bench, ModelBench, measure
+from jshard.plans.array_paths import PyTree
 from jshard.plans.plan import plan as plan_of
 
 NOT_MEASURED = "no GPU here: nothing was measured. The following is an estimate by the occupancy model."
@@ -37,8 +37,8 @@ class TuneError(ShardingError):
 
 def tune(
     model: nnx.Module,
-    loss: Callable[..., Any],
-    batch: Any,
+    loss: Callable[..., PyTree],
+    batch: PyTree,
     *,
     device: Device,
     comm: CommFootprint,
@@ -114,7 +114,7 @@ def _measured_entry(
 
 
 def rank(
-    model: nnx.Module, loss: Callable[..., Any], batch: Any, *, device: Device, comm: CommFootprint, why: str
+    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, device: Device, comm: CommFootprint, why: str
 ) -> TuneReport:
     """Ranks the same settings by the occupancy model: nothing is measured or stored, and `why` is printed first."""
     assert device.gpu is not None

@@ -11,7 +11,6 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -23,6 +22,7 @@ from jshard.engine.context import region_mesh
 from jshard.engine.inner import exchanged
 from jshard.engine.per_example import per_example, sum_of_parts
 from jshard.errors import AnnotationError, CallError
+from jshard.plans.array_paths import PyTree
 from jshard.plans.checks import check_not_placed
 from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, AnyMesh, degree
 from jshard.plans.model_axes import Entry, axes_of, spec_over
@@ -201,7 +201,7 @@ def from_experts(x: jax.Array) -> jax.Array:
     return _exchanged(x, 0, 1)
 
 
-def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
+def by_experts(fn: Callable[[PyTree, PyTree], jax.Array]) -> Callable[[PyTree, PyTree], jax.Array]:
     """Declares a function of the examples of a batch and of experts, whose result is a sum over these experts.
 
     The function is called with the examples of a data shard and all experts. On an `expert` axis it is called with the
@@ -221,7 +221,7 @@ def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.
     split_over_experts = functools.wraps(fn)(functools.partial(sum_of_parts, fn))
 
     @functools.wraps(fn)
-    def call(examples: Any, experts: Any) -> jax.Array:
+    def call(examples: PyTree, experts: PyTree) -> jax.Array:
         mesh = region_mesh()
         has_expert_axis = mesh is not None and degree(mesh, EXPERT) > 1
         run = split_over_experts if has_expert_axis else fn

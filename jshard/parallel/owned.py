@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from jshard.parallel.matrix_parts import (
     value_of,
     variables_read,
 )
-from jshard.plans.array_paths import key_texts
+from jshard.plans.array_paths import PyTree, key_texts
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.model_axes import axes_of
 from jshard.plans.state_places import update_layout
@@ -69,7 +69,9 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
     """
     plain = optax.with_extra_args_support(tx)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, optax.OptState]:
         layout = update_layout.get()
         if layout is None:
             raise CallError(
@@ -84,7 +86,7 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
         leaves = [leaf for _, leaf in paths_and_leaves]
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-        def update_arrays(*arrays: jax.Array) -> Any:
+        def update_arrays(*arrays: jax.Array) -> PyTree:
             """Updates from the arrays among the leaves; the others, such as numbers, are constants."""
             all_leaves = list(leaves)
             for i, x in zip(positions, arrays, strict=True):
@@ -100,7 +102,7 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
             specs.append(layout.places.spec(key_texts(path), array.shape))
         return _OwnedUpdate(update_arrays, arrays, specs, layout.mesh).run(arrays)
 
-    return optax.GradientTransformationExtraArgs(plain.init, cast(Any, update))
+    return optax.GradientTransformationExtraArgs(plain.init, cast(optax.TransformUpdateExtraArgsFn, update))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,7 @@ class _OwnedUpdate:
     """An update as equations, and the batches of its parts that owners compute."""
 
     def __init__(
-        self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh
+        self, fn: Callable[..., PyTree], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: AnyMesh
     ) -> None:
         self._mesh = mesh
         traced, result_shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
@@ -152,7 +154,7 @@ class _OwnedUpdate:
                 batches.append(batch)
         return batches
 
-    def run(self, arrays: Sequence[Any]) -> Any:
+    def run(self, arrays: Sequence[jax.Array]) -> PyTree:
         """Returns the results of the update."""
         jaxpr = self._program.jaxpr
         known: Values = dict(zip(jaxpr.constvars, self._program.consts, strict=True))
@@ -218,7 +220,7 @@ class _MatrixBatch:
     def run(self, known: Values) -> Values:
         """Computes the parts: moves their matrices to the owners, and the results back."""
         first = self.parts[0]
-        values: list[Any] = []
+        values: list[jax.Array] = []
         dims: list[int | None] = []
         for position, spec in enumerate(first.specs):
             variables = [part.inputs[position] for part in self.parts]
