@@ -44,6 +44,9 @@ from jshard.plans.units import (
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
 
+UnitChoices = UnitChoice | Sequence[UnitChoice] | Mapping[UnitChoice, Mapping[str, object]] | None
+"""One choice of units or several; with settings for each, of Linen modules only."""
+
 # Numbers for lists of modules that form one unit: modules with one number are one row of the plan.
 _groups = itertools.count()
 
@@ -52,7 +55,7 @@ def fully_shard(
     module: M,
     *,
     mesh: AnyMesh,
-    units: UnitChoice | Sequence[UnitChoice] | Mapping[UnitChoice, Mapping[str, Any]] | None = None,
+    units: UnitChoices = None,
     reshard_after_forward: bool | int | None = None,
     mixed_precision: MixedPrecision | None = None,
     remat: Remat = "none",
@@ -140,7 +143,7 @@ def fully_shard(
     return module
 
 
-def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
+def _choose_units(modules: list[nnx.Module], units: UnitChoices) -> list[nnx.Module]:
     """Returns the submodules selected by the one-call form, inner ones first."""
     if units is None:
         return []

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
+from jshard._types import PyTree
 from jshard.engine.accumulate import Loss, accumulated
 from jshard.engine.border import opened
 from jshard.engine.context import parameters_fixed
@@ -24,10 +24,7 @@ from jshard.plans.placement import Placement
 from jshard.plans.plan import as_stored, record_of
 from jshard.plans.units import Path, Unit, dotted, plain_class, units_in
 
-Tree = Any
-"""A pytree of arrays, or of variables that hold them."""
-
-LossFunction = Callable[..., Any]
+LossFunction = Callable[..., PyTree]
 """Of a model, or the parameters of one, and of the arrays of a batch."""
 
 
@@ -39,7 +36,7 @@ def value_and_grad(
     sync: str = "each",
     has_aux: bool = False,
     wrt: Filter = nnx.Param,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Computes `nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
 
     The batch is split into `accumulate` = n microbatches: microbatch i has the rows i, i + n, i + 2n and so on, so
@@ -88,13 +85,13 @@ def value_and_grad(
     gradients = _nnx_gradients if model is None else functools.partial(_linen_gradients, model)
 
     @functools.wraps(loss_fn)
-    def run(trained: Any, *batch: Any) -> Any:
+    def run(trained: PyTree, *batch: PyTree) -> PyTree:
         # Plain differentiation: the one microbatch is the whole batch, and `sync` has no effect.
         if accumulate == 1:
             return gradients(loss_fn, trained, batch, settings)
         arrays, with_arrays = opened(batch)  # a dataclass of arrays is cut like a dict of them
 
-        def loss_of_arrays(trained: Any, *arrays: Any) -> Any:
+        def loss_of_arrays(trained: PyTree, *arrays: PyTree) -> PyTree:
             return loss_fn(trained, *with_arrays(arrays))
 
         return gradients(loss_of_arrays, trained, tuple(arrays), settings)
@@ -119,7 +116,7 @@ class _Settings:
     wrt: Filter
 
 
-def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[Tree, ...], settings: _Settings) -> Any:
+def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[PyTree, ...], settings: _Settings) -> PyTree:
     """Returns the loss, with aux if it has one, and the gradients; changes the model's state."""
     unit = record_of(model)
     # Here, as differentiation would fail first, with an error of JAX about the type of an argument.
@@ -139,15 +136,15 @@ def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[Tree, 
 
 
 def _linen_gradients(
-    model: nn.Module, loss_fn: LossFunction, params: Tree, batch: tuple[Tree, ...], settings: _Settings
-) -> Any:
+    model: nn.Module, loss_fn: LossFunction, params: PyTree, batch: tuple[PyTree, ...], settings: _Settings
+) -> PyTree:
     """Returns the loss, with aux if it has one, and the gradients."""
     layout = annotation_for(model).layout
     trained, frozen = Trained(layout, settings.wrt).split(params)
     has_aux = settings.has_aux
     if settings.num_microbatches == 1:
 
-        def loss_of_trained(trained: Tree, *batch: Any) -> Any:
+        def loss_of_trained(trained: PyTree, *batch: PyTree) -> PyTree:
             return _mean(loss_fn, has_aux)(joined(trained, frozen), *batch)
 
         return jax.value_and_grad(loss_of_trained, has_aux=has_aux)(trained, *batch)
@@ -160,7 +157,7 @@ def _mean(loss_fn: LossFunction, has_aux: bool) -> LossFunction:
     """Returns the loss function, with the mean in place of a `WeightedMean`."""
 
     @functools.wraps(loss_fn)
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> PyTree:
         result = loss_fn(*args)
         if has_aux:
             return mean_of(result[0]), result[1]
@@ -175,7 +172,7 @@ def _nnx_loss(loss_fn: LossFunction, model: nnx.Module, unit: Unit, settings: _S
     # In this order: a filter takes what those before it have left, so the frozen ones are the other parameters.
     graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)
 
-    def run(params: Tree, frozen: Tree, state: Tree, microbatch: Tree) -> tuple[Any, tuple[Tree, Tree]]:
+    def run(params: PyTree, frozen: PyTree, state: PyTree, microbatch: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
         # A copy: the loss may write to its variables, and is traced more than once.
         live_model = nnx.merge(graphdef, params, frozen, state, copy=True)
         # All microbatches start from the same parameters: a loss that writes one is refused.
@@ -186,7 +183,7 @@ def _nnx_loss(loss_fn: LossFunction, model: nnx.Module, unit: Unit, settings: _S
         _, _, _, next_state = nnx.split(live_model, wrt, nnx.Param, ...)
         return loss, (aux, next_state)
 
-    def placements(state: Tree) -> list[Placement | None]:  # in the order of its leaves: both are sorted
+    def placements(state: PyTree) -> list[Placement | None]:  # in the order of its leaves: both are sorted
         result = []
         for path, variable in nnx.to_flat_state(state):
             placement = _current_placement(model, unit, path, variable)
@@ -207,7 +204,7 @@ def _current_placement(model: nnx.Module, unit: Unit, path: Path, variable: nnx.
     return as_stored(leaf, variable.get_raw_value().dtype, lambda: units_in(model)).placement
 
 
-def _check_are_parameters(params: Tree, name: str) -> None:
+def _check_are_parameters(params: PyTree, name: str) -> None:
     """Raises for differentiated variables that are not parameters: they have no shards."""
     others = {path: v for path, v in nnx.to_flat_state(params) if not isinstance(v, nnx.Param)}
     if others:

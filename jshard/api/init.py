@@ -24,7 +24,7 @@ from jshard.plans.units import Path, dotted, holds_array, plain_class, walk
 M = TypeVar("M")
 
 
-def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module) -> M:
+def abstract_init(build: Callable[[], M], annotate: Callable[[M], object] | nn.Module) -> M:
     """Builds the annotated model without arrays: shapes, dtypes and shardings, to plan a model of any size.
 
     Args:
@@ -44,7 +44,9 @@ def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Modu
     return _annotated(nnx.merge(*_shapes(build)), annotate)
 
 
-def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module, *, mesh: AnyMesh | None = None) -> M:
+def shard_init(
+    build: Callable[[], M], annotate: Callable[[M], object] | nn.Module, *, mesh: AnyMesh | None = None
+) -> M:
     """Builds a model with every parameter initialised sharded.
 
     The model is traced abstractly, annotated, and then initialised by one compiled program whose outputs have
@@ -90,7 +92,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
             shardings.append(NamedSharding(concrete_mesh, PartitionSpec()))
         paddings.append(padding_of(planned.get(path)))
 
-    def init() -> list[Any]:
+    def init() -> list[jax.Array]:
         _, state = _built_and_split(build)
         arrays = [x for _, x in _arrays_by_path(state)]
         return [x if padding is None else padding.pad(x) for x, padding in zip(arrays, paddings, strict=True)]
@@ -123,14 +125,14 @@ def _traceable(build: Callable[[], M]) -> Callable[[], M]:
     return run
 
 
-def _annotated(model: Any, annotate: Callable[[Any], Any]) -> Any:
+def _annotated(model: Any, annotate: Callable[[Any], object]) -> Any:
     """Returns the model, annotated in place, with its replicated arrays checked: the root is known now."""
     annotate(model)
     check_replicated(record_of(model), plain_class(model).__name__, others_of(model))
     return model
 
 
-def _built_and_split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
+def _built_and_split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], nnx.State]:
     """Builds a model and splits it; a `tensor` axis in the model's metadata must not place arrays yet."""
     # Read first: the variables record the setting under which they are made.
     eager = nnx.using_eager_sharding()
@@ -150,7 +152,7 @@ def _built_and_split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     return nnx.split(model)
 
 
-def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
+def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], nnx.State]:
     """Returns a model's graph, and its state with shapes in place of arrays."""
     with _compat.fast_shape_tracing():
         # The graph is static, and comes out of the trace as it is.
@@ -168,6 +170,6 @@ def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     return graphdef, shapes
 
 
-def _arrays_by_path(state: Any) -> list[tuple[Path, Any]]:
+def _arrays_by_path(state: nnx.State) -> list[tuple[Path, jax.Array]]:
     """Returns the arrays of a state, each with the path of its variable, in the order of the state's leaves."""
     return [(path, leaf) for path, variable in nnx.to_flat_state(state) for leaf in jax.tree.leaves(variable)]

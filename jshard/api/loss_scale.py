@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jshard._types import PyTree
 from jshard.api.gradients import LossFunction, value_and_grad
 from jshard.engine.weighted import with_total
 from jshard.errors import AnnotationError
@@ -83,7 +84,7 @@ class LossScale:
             return LossScaleState(jnp.asarray(self.initial, jnp.float32), zero, zero, inner.init(params))
 
         def update(
-            grads: optax.Updates, state: LossScaleState, params: optax.Params | None = None, **extra: Any
+            grads: optax.Updates, state: LossScaleState, params: optax.Params | None = None, **extra: object
         ) -> tuple[optax.Updates, LossScaleState]:
             # The sum that clipping by the global norm needs too, so the compiler computes it once.
             is_finite = jnp.isfinite(optax.tree.norm(grads))
@@ -97,7 +98,7 @@ class LossScale:
             updates = jax.tree.map(lambda u: if_finite(u, jnp.zeros_like(u)), updates)
             return updates, self._next_state(state, is_finite, next_inner_state)
 
-        return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+        return optax.GradientTransformationExtraArgs(init, cast(optax.TransformUpdateExtraArgsFn, update))
 
     def _next_state(self, state: LossScaleState, is_finite: jax.Array, inner: optax.OptState) -> LossScaleState:
         """Returns the state after an update; `inner` is that of the optimizer."""
@@ -111,7 +112,7 @@ class LossScale:
         return LossScaleState(scale, good_steps, state.skipped + ~is_finite, inner)
 
 
-def loss_scale_of(optimizer: Any) -> LossScaleState | None:
+def loss_scale_of(optimizer: object) -> LossScaleState | None:
     """Returns the loss scale in an optimizer's state; None if there is none.
 
     Args:
@@ -135,7 +136,7 @@ def loss_scale_of(optimizer: Any) -> LossScaleState | None:
     return LossScaleState(_array(scale.scale), _array(scale.good_steps), _array(scale.skipped), scale.inner)
 
 
-def _array(x: Any) -> jax.Array:
+def _array(x: nnx.Variable | jax.Array) -> jax.Array:
     """Returns the array in a variable; `nnx.Optimizer` keeps its state in variables, Optax in plain arrays."""
     return x[...] if isinstance(x, nnx.Variable) else x
 
@@ -147,7 +148,7 @@ def scaled_value_and_grad(
     accumulate: int = 1,
     sync: str = "each",
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Computes `js.value_and_grad` with the loss multiplied by the scale in an optimizer's state.
 
     Args:
@@ -180,13 +181,13 @@ def scaled_value_and_grad(
     def unscaled(gradient: jax.Array) -> jax.Array:
         return gradient.astype(wide_dtype(gradient.dtype)) / scale
 
-    def scaled_loss_fn(model: nnx.Module, *batch: Any) -> Any:
+    def scaled_loss_fn(model: nnx.Module, *batch: PyTree) -> PyTree:
         result = loss_fn(model, *batch)
         if has_aux:
             return with_total(result[0], scaled_total), result[1]
         return with_total(result, scaled_total)
 
-    def run(model: nnx.Module, *batch: Any) -> Any:
+    def run(model: nnx.Module, *batch: PyTree) -> PyTree:
         result, scaled_gradients = value_and_grad(scaled_loss_fn, **settings)(model, *batch)
         loss = (result[0] if has_aux else result) / scale
         # JAX computes with arrays of one memory alone.

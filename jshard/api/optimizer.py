@@ -1,6 +1,6 @@
 """`js.shard_optimizer`: creates all optimizer state with its final sharding, and keeps it there."""
 
-from typing import Any, TypeVar, cast, overload
+from typing import TypeVar, cast, overload
 
 import flax.linen as nn
 import jax
@@ -8,7 +8,9 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import KeyPath
 
+from jshard._types import PyTree
 from jshard.engine.context import during
 from jshard.errors import AnnotationError
 from jshard.linen.optimizer import linen_optimizer
@@ -17,7 +19,9 @@ from jshard.plans.call_checks import check_stored
 from jshard.plans.homes import Home, settle_in
 from jshard.plans.memories import place_variable, sharding_of, to_device
 from jshard.plans.mesh import check_has_devices
+from jshard.plans.numeric import Value
 from jshard.plans.padding import is_as_placed, logical, store
+from jshard.plans.placement import Selection
 from jshard.plans.plan import record_of
 from jshard.plans.state_places import StatePlaces, UpdateLayout, update_layout
 from jshard.plans.streamed_updates import parts_of, streamed
@@ -29,19 +33,23 @@ Opt = TypeVar("Opt", bound=nnx.Optimizer)
 
 @overload
 def shard_optimizer(
-    model: N, tx: optax.GradientTransformation, *, wrt: Any = ..., shard_replicated: bool = ...
+    model: N, tx: optax.GradientTransformation, *, wrt: Selection = ..., shard_replicated: bool = ...
 ) -> nnx.Optimizer[N]: ...
 
 
 @overload
 def shard_optimizer(
-    model: nn.Module, tx: optax.GradientTransformation, *, wrt: Any = ...
+    model: nn.Module, tx: optax.GradientTransformation, *, wrt: Selection = ...
 ) -> optax.GradientTransformationExtraArgs: ...
 
 
 def shard_optimizer(
-    model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
-) -> Any:
+    model: nnx.Module | nn.Module,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: Selection = nnx.Param,
+    shard_replicated: bool = False,
+) -> nnx.Optimizer | optax.GradientTransformationExtraArgs:
     """Returns an `nnx.Optimizer` with state created sharded; for a Linen model the transformation for its `TrainState`.
 
     State with the shape of a parameter is placed like the parameter; other large state is sharded along a divisible
@@ -237,7 +245,7 @@ def _placed_transformation(
     """
     tx = optax.with_extra_args_support(tx)
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> Any:
+    def cut(path: KeyPath, leaf: Value) -> Value:
         padding = places.padding(key_texts(path), getattr(leaf, "shape", ()))
         return leaf if padding is None else padding.cut(leaf)
 
@@ -245,7 +253,7 @@ def _placed_transformation(
         return tx.init(jax.tree.map(logical, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def update(
-        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
     ) -> tuple[optax.Updates, optax.OptState]:
         # Before and after the user's update: else the compiler chooses again.
         constrained = places.held((grads, state), mesh)
@@ -254,7 +262,7 @@ def _placed_transformation(
             updates, state = tx.update(grads, state, params, **extra)
         return parameters.held(updates, mesh), places.held(state, mesh)
 
-    placed = _PlacedTransformation(init, cast(Any, update))
+    placed = _PlacedTransformation(init, cast(optax.TransformUpdateExtraArgsFn, update))
     placed.mesh = mesh
     return placed
 
@@ -262,13 +270,13 @@ def _placed_transformation(
 class OffloadedOptimizer(nnx.Optimizer):
     """An `nnx.Optimizer` for arrays in host memory: they are updated on the device, then copied back."""
 
-    def update(self, model: nnx.Module, grads: optax.Updates, /, **kwargs: Any) -> optax.Updates:
+    def update(self, model: nnx.Module, grads: optax.Updates, /, **kwargs: PyTree) -> optax.Updates:
         """Updates like `nnx.Optimizer.update`, part of the parameters by part; the updates are on the device."""
         graphdef, state = nnx.split((model, self))
         leaves, tree = jax.tree.flatten(state)
         grad_leaves, grads_tree = jax.tree.flatten(grads)
         num_leaves = len(leaves)
-        updates_tree: Any = None  # the update is a trace, from which only arrays come out as results
+        updates_tree: PyTree = None  # the update is a trace, from which only arrays come out as results
 
         def update(*arrays: jax.Array) -> list[jax.Array]:
             nonlocal updates_tree

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from flax import nnx
 
@@ -16,7 +15,7 @@ SETTINGS = ("reshard_after_forward", "remat", "prefetch")
 """What `revise` changes; each as in `js.fully_shard`."""
 
 
-def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
+def revise(model: nnx.Module, settings: Mapping[str, object]) -> None:
     """Changes settings (`SETTINGS`) of an annotated model's units, in place. Parameters keep their placement.
 
     `prefetch`, and a `reshard_after_forward` of False, apply to every unit inside the root. Other values of
@@ -55,13 +54,13 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     store_plan(model, root.plan, units)
 
 
-def _changed(unit: Unit, settings: Mapping[str, Any], *, is_layer: bool) -> Unit:
+def _changed(unit: Unit, settings: Mapping[str, object], *, is_layer: bool) -> Unit:
     """Returns the record of a unit with the settings that apply to it."""
     applicable = {name: value for name, value in settings.items() if is_layer or _is_for_all(name, value)}
     return dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **applicable))
 
 
-def _is_for_all(name: str, value: Any) -> bool:
+def _is_for_all(name: str, value: object) -> bool:
     """Returns whether a setting applies to every unit inside the root, and not to the layers alone."""
     return name == "prefetch" or (name == "reshard_after_forward" and value is False)
 

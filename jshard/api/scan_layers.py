@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jshard._types import PyTree
 from jshard.engine.method_call import FlatState, MethodCall, Snapshot
 from jshard.engine.units import in_region_trace
 from jshard.engine.values import raw
@@ -17,22 +18,19 @@ from jshard.errors import CallError
 from jshard.plans.policies import is_real_float
 from jshard.plans.units import Path, dotted, plain_class, unit_of
 
-Tree = Any
-"""A pytree of arrays, or of their shapes."""
-
-Rows = tuple[Tree, Tree, Tree]
+Rows = tuple[PyTree, PyTree, PyTree]
 """Parameters, other variables and per-layer arguments: of all layers, with a row for each, or one layer's."""
 
 
 def scan_layers(
     layers: Sequence[nnx.Module] | nnx.Module,
-    x: Any,
-    *args: Any,
-    xs: Any = None,
+    x: PyTree,
+    *args: PyTree,
+    xs: PyTree = None,
     collect: bool = False,
     method: str = "__call__",
-    **kwargs: Any,
-) -> Any:
+    **kwargs: PyTree,
+) -> PyTree:
     """Runs `for layer in layers: x = layer(x, *args, **kwargs)` as one `jax.lax.scan` over all layers.
 
     A convenience: a list of layers is stacked, their state is written back, and layers that cannot be scanned raise.
@@ -73,10 +71,10 @@ class _Stack:
         self,
         layers: Any,
         method: str,
-        x: Tree,
-        xs: Tree,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        x: PyTree,
+        xs: PyTree,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         *,
         collect: bool,
     ) -> None:
@@ -106,7 +104,7 @@ class _Stack:
 
     # Cached: the length and the scan read it, and the layers are stacked once.
     @functools.cached_property
-    def rows(self) -> tuple[list[Any], list[Any]]:
+    def rows(self) -> tuple[list[PyTree], list[PyTree]]:
         """The parameters and the other variables, with a row per layer."""
         values = [call.values()[:2] for call in self.calls]
         if not self.is_list:
@@ -131,7 +129,7 @@ class _Stack:
             )
         return length
 
-    def run_layer(self, module: nnx.Module, x: Tree, layer_row: Tree) -> tuple[Tree, Any]:
+    def run_layer(self, module: nnx.Module, x: PyTree, layer_row: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the carry and the output of one layer; `layer_row` is its row of `xs`."""
         method = getattr(module, self.call.method.__name__)  # by name, so that a unit's class routes the call
         result = method(x, *self._layer_inputs(layer_row), *self.args, **self.kwargs)
@@ -146,7 +144,7 @@ class _Stack:
             do="js.scan_layers(layers, x)",
         )
 
-    def _layer_inputs(self, layer_row: Tree) -> tuple[Tree, ...]:
+    def _layer_inputs(self, layer_row: PyTree) -> tuple[PyTree, ...]:
         """Returns the arguments that a layer has for itself: its row of `xs`, if there are any."""
         return () if self.xs is None else (layer_row,)
 
@@ -165,7 +163,7 @@ def _modules_of(layers: Any) -> list[nnx.Module]:
     return list(modules)
 
 
-def _run_in_python(stack: _Stack) -> Any:
+def _run_in_python(stack: _Stack) -> PyTree:
     """Runs the loop that `scan_layers` is equivalent to."""
     x = stack.x
     outputs = []
@@ -177,12 +175,12 @@ def _run_in_python(stack: _Stack) -> Any:
     return x, jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
 
 
-def _run_in_scan(stack: _Stack) -> Any:
+def _run_in_scan(stack: _Stack) -> PyTree:
     """Runs the layers in one scan, and writes changed state back to them."""
     call = stack.call
     changed_state: FlatState = []
 
-    def layer(x: Tree, rows: Rows) -> tuple[Tree, tuple[Tree, list[jax.Array]]]:
+    def layer(x: PyTree, rows: Rows) -> tuple[PyTree, tuple[PyTree, list[jax.Array]]]:
         params, state, layer_row = rows
         live = call.put_together(params, state, call.arrays)
         before = Snapshot.of(live)
@@ -191,7 +189,7 @@ def _run_in_scan(stack: _Stack) -> Any:
         changed_state[:] = before.changed_state(live, call.where)
         return x, (output, [raw(variable) for _, variable in changed_state])
 
-    def step(x: Tree, rows: Rows) -> tuple[Tree, tuple[Tree, list[jax.Array]]]:
+    def step(x: PyTree, rows: Rows) -> tuple[PyTree, tuple[PyTree, list[jax.Array]]]:
         x_after, outputs = layer(x, rows)
         # Before the scan's own check.
         _check_carry(stack, x, x_after)
@@ -210,7 +208,7 @@ def _run_in_scan(stack: _Stack) -> Any:
     return (x, outputs) if stack.collect else x
 
 
-def _in_returned_dtypes(stack: _Stack, layer: Callable[[Tree, Rows], Tree], row: Rows) -> Tree:
+def _in_returned_dtypes(stack: _Stack, layer: Callable[[PyTree, Rows], PyTree], row: Rows) -> PyTree:
     """Returns the first layer's input, in the dtypes that a layer returns: a unit that casts its inputs accepts both.
 
     Args:
@@ -236,16 +234,16 @@ def _in_returned_dtypes(stack: _Stack, layer: Callable[[Tree, Rows], Tree], row:
     return jax.tree.map(in_returned_dtype, stack.x, returned)
 
 
-def _as_arrays(tree: Tree) -> Tree:
+def _as_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, tree)
 
 
-def _row(rows: Tree, i: int) -> Tree:
+def _row(rows: PyTree, i: int) -> PyTree:
     """Returns one layer's row of each array in a tree."""
     return jax.tree.map(lambda x: x[i], rows)
 
 
-def _check_carry(stack: _Stack, before: Tree, after: Tree) -> None:
+def _check_carry(stack: _Stack, before: PyTree, after: PyTree) -> None:
     """Raises unless a layer's result has the structure, shapes and dtypes of its input."""
     types_before = _types_of(_as_arrays(before))
     types_after = _types_of(_as_arrays(after))
@@ -259,11 +257,11 @@ def _check_carry(stack: _Stack, before: Tree, after: Tree) -> None:
     )
 
 
-def _types_of(tree: Tree) -> Tree:
+def _types_of(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 
-def _refuse_linen(layers: Any) -> None:
+def _refuse_linen(layers: object) -> None:
     """Raises for layers of a Linen model."""
     first = next(iter(layers), None) if isinstance(layers, (list, tuple)) else layers
     if isinstance(first, nn.Module):

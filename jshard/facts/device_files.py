@@ -138,7 +138,7 @@ class _DeviceFile:
         """Returns the device: the row that the file names, with its changes."""
         base = self._base()
         counts = self._counts()
-        changes: dict[str, Any] = {"title": self.values["title"]}
+        changes: dict[str, object] = {"title": self.values["title"]}
         stated_in = dict.fromkeys(counts, self._source)
         if _PEAKS in self.values:
             changes[_PEAKS] = {**base.flops_per_s, **self._peaks()}
@@ -171,9 +171,9 @@ class _DeviceFile:
                 counts[key] = int(value)
         return counts
 
-    def _count_changes(self, base: DeviceFacts, counts: Mapping[str, int]) -> dict[str, Any]:
+    def _count_changes(self, base: DeviceFacts, counts: Mapping[str, int]) -> dict[str, object]:
         """Returns the changes of fields that follow from counts, with those of the description for the compiler."""
-        changes: dict[str, Any] = {key: count for key, count in counts.items() if key != "core_count"}
+        changes: dict[str, object] = {key: count for key, count in counts.items() if key != "core_count"}
         if base.target is None:
             if "core_count" in counts:
                 why = f"a {base.title} has no description for its compiler."
@@ -237,7 +237,7 @@ class _DeviceFile:
         top_key, _, _ = key.partition(".")
         self._refuse(key, f"{problem}, and should be {expected}.", _EXAMPLES[top_key])
 
-    def _check_keys(self, prefix: str, values: Mapping[str, Any], known: Collection[str]) -> None:
+    def _check_keys(self, prefix: str, values: Mapping[str, object], known: Collection[str]) -> None:
         """Refuses keys that would be ignored, with the nearest known one."""
         for key in values:
             if key not in known:

@@ -15,6 +15,7 @@ from jshard._types import PyTree
 from jshard.api.revise import repeated_layers, revise
 from jshard.engine.context import shapes_only, without_update
 from jshard.plans.mesh import region_degree
+from jshard.plans.placement import Selection
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
 
@@ -45,7 +46,9 @@ Saved = collections.Counter[SavedArray]
 """How often each array is saved."""
 
 
-def activations(model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Any = nnx.Param) -> Activations:
+def activations(
+    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Selection = nnx.Param
+) -> Activations:
     """Traces the loss of a model, and finds the saved arrays."""
     saved = saved_arrays(model, loss, batch, wrt=wrt)
     without_remat = saved
@@ -93,7 +96,7 @@ def _is_of_layers(count: int, rows: int, depths: Collection[int]) -> bool:
 # ---- the trace
 
 
-def saved_arrays(model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Any = nnx.Param) -> Saved:
+def saved_arrays(model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Selection = nnx.Param) -> Saved:
     """Returns the saved arrays, from one trace; the arguments are those of `activations`."""
     unit = unit_of(model)
     if unit is None:

@@ -22,7 +22,7 @@ from jshard.inspect.compiled_traffic import Total, TrafficRow, rows_of, total_of
 from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.hlo.collectives import KINDS
 from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.walk import read_schedule
+from jshard.inspect.hlo.walk import CompiledProgram, read_schedule
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.plans.plan import ShardPlan
 from jshard.plans.plan import plan as make_plan
@@ -169,7 +169,7 @@ class Audit(Printed):
 
 
 def audit(
-    program: Any,
+    program: CompiledProgram | jax.stages.Lowered,
     *,
     model: nnx.Module | nn.Module | None = None,
     plan: ShardPlan | None = None,

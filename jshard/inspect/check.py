@@ -67,12 +67,12 @@ class CheckReport:
 
 def check(
     model: Any,
-    *args: Any,
-    loss_fn: Callable[..., Any] | None = None,
+    *args: PyTree,
+    loss_fn: Callable[..., PyTree] | None = None,
     accumulate: int = 1,
     sync: str = "each",
     tolerance: float = 1e-4,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> CheckReport:
     """Compares a call into an annotated model with the same call in global view: outputs, gradients, changed state.
 
@@ -171,7 +171,7 @@ class _CheckedCall:
 
 
 def _nnx_call(
-    model: nnx.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Callable[..., PyTree] | None
+    model: nnx.Module, args: tuple, kwargs: dict[str, PyTree], loss_fn: Callable[..., PyTree] | None
 ) -> _CheckedCall:
     function = loss_fn or _call_model
     keywords, static = _split_keywords(kwargs)
@@ -200,7 +200,7 @@ def _nnx_call(
 
 
 def _linen_call(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Callable[..., PyTree] | None
+    model: nn.Module, args: tuple, kwargs: dict[str, PyTree], loss_fn: Callable[..., PyTree] | None
 ) -> _CheckedCall:
     """Returns the call of a Linen model, whose first argument is the variables."""
     if not args or not isinstance(args[0], Mapping) or "params" not in args[0]:
@@ -245,12 +245,12 @@ def _call_model(model: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
     return model(*args, **kwargs)  # type: ignore[operator]
 
 
-def _is_trained(path: Sequence[Any], variable: nnx.Variable) -> bool:
+def _is_trained(path: Sequence[object], variable: nnx.Variable) -> bool:
     """Returns whether a parameter has a gradient, as a filter of nnx."""
     return has_gradient(variable.get_raw_value())
 
 
-def _split_keywords(kwargs: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+def _split_keywords(kwargs: dict[str, PyTree]) -> tuple[Arrays, dict[str, PyTree]]:
     """Returns the keyword arguments that are arrays, and the others."""
     arrays = {name: value for name, value in kwargs.items() if is_array(value)}
     static = {name: value for name, value in kwargs.items() if name not in arrays}
@@ -275,7 +275,7 @@ def _differentiate(call: _CheckedCall) -> Callable[[PyTree, tuple], _Outcome]:
     _, together = opened(call.inputs.args)
 
     @jax.jit
-    def program(params: PyTree, state: PyTree, values: list[Any], keywords: Arrays) -> _Outcome:
+    def program(params: PyTree, state: PyTree, values: list[jax.Array], keywords: Arrays) -> _Outcome:
         args = together(values)
         params_by_path = _by_path(params)
         form = jax.tree.structure(params)
@@ -473,7 +473,7 @@ def _state_by_path(state: PyTree) -> Arrays:
     return {path: x for path, x in _by_path(state).items() if is_array(x) and not is_key(x)}
 
 
-def _in_double_precision(x: Any) -> np.ndarray:
+def _in_double_precision(x: jax.Array | np.ndarray) -> np.ndarray:
     """Returns an array on the host, in double precision."""
     if is_key(x):
         x = jax.random.key_data(x)

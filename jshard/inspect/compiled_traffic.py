@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Hashable, Iterable
-from typing import Any
 
 from jshard._text import folded_names, name_pattern
 from jshard.engine.mixing import Mixing
@@ -55,9 +54,9 @@ class TrafficRow:
         counts = [window.matmuls for window in self.windows]
         return min(counts), max(counts)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the row for JSON; one of lines that mix examples names these rather than a unit."""
-        counts: dict[str, Any] = {"executions": self.executions, "total_bytes": self.total_bytes}
+        counts: dict[str, object] = {"executions": self.executions, "total_bytes": self.total_bytes}
         if self.per_iteration:
             counts["per_iteration"] = True
         if self.mixing:

@@ -3,19 +3,19 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import flax.linen as nn
 from flax import nnx
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jshard._types import PyTree
 from jshard.engine.layer_stacks import as_traced
 from jshard.engine.mixing import Mixing, mixing_of
 from jshard.errors import AnnotationError
 from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
-from jshard.inspect.memory import Memory, memory_of, unit_bytes
+from jshard.inspect.memory import AnyOptimizer, Memory, memory_of, unit_bytes
 from jshard.inspect.plan_tables import (
     folded_units,
     headline,
@@ -31,6 +31,7 @@ from jshard.inspect.tables import Printed
 from jshard.linen.annotation import annotation_of
 from jshard.plans.homes import place_of
 from jshard.plans.memories import is_placed
+from jshard.plans.placement import Selection
 from jshard.plans.plan import ShardPlan, record_of, unsharded_class
 from jshard.plans.plan import plan as make_plan
 from jshard.plans.replication import Other, others_of
@@ -40,10 +41,10 @@ from jshard.plans.units import dotted, numberless, occurrences
 def explain(
     model_or_plan: nnx.Module | nn.Module | ShardPlan,
     *,
-    optimizer: Any = None,
-    loss_fn: Callable[..., Any] | None = None,
-    batch: Any = None,
-    wrt: Any = nnx.Param,
+    optimizer: AnyOptimizer | None = None,
+    loss_fn: Callable[..., PyTree] | None = None,
+    batch: PyTree = None,
+    wrt: Selection = nnx.Param,
     leaves: bool = False,
 ) -> "Explanation":
     """Reports where every parameter of an annotated model is placed, and the memory and traffic of training.
@@ -159,13 +160,13 @@ class Explanation(Printed):
         }
         return json.dumps(values, indent=1)
 
-    def _units_json(self) -> list[dict[str, Any]]:
+    def _units_json(self) -> list[dict[str, object]]:
         units = []
         for name, count, unit in folded_units(self.plan):
             units.append({"unit": name, "count": count, "gathered_bytes": unit_bytes(self.plan, unit.name)})
         return units
 
-    def _memory_json(self) -> dict[str, Any]:
+    def _memory_json(self) -> dict[str, int | str]:
         sums = {
             "held_bytes": self.memory.held_bytes,
             "step_bytes": self.memory.step_bytes,

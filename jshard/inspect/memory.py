@@ -3,12 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.tree_util import KeyPath
 
 from jshard._types import PyTree
 from jshard.inspect.activations import Activations
@@ -25,6 +26,9 @@ _RECOMPUTED_AT_ONCE = 0.85  # share of a layer's recomputed values that is live 
 
 _STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # added by nnx.Optimizer
 _KEY_BYTES = 8  # of a random key
+
+AnyOptimizer = nnx.Optimizer | optax.GradientTransformation
+"""An optimizer whose state is counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Memory:
         return standing + max(at_head, in_layer)
 
 
-def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
+def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memory:
     """Returns the bytes on one device, from the plan."""
     state = optimizer_bytes(plan, optimizer)
     temporary = _temporary_copies(plan)
@@ -223,7 +227,7 @@ class OptimizerBytes(NamedTuple):
     origin: str  # of the state
 
 
-def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> OptimizerBytes:
+def optimizer_bytes(plan: ShardPlan, optimizer: AnyOptimizer | None = None) -> OptimizerBytes:
     """Returns the bytes of optimizer state on one device, those in host memory for it, and the origin of the state.
 
     As in `js.shard_optimizer`, state with the shape of its parameter is placed like it, other large state is sharded
@@ -257,14 +261,16 @@ def _abstract_parameters(plan: ShardPlan) -> nnx.State:
     return nnx.from_flat_state(params)
 
 
-def _is_on_host(path: tuple, array: Any, places: StatePlaces) -> bool:
+def _is_on_host(path: KeyPath, array: jax.Array | jax.ShapeDtypeStruct, places: StatePlaces) -> bool:
     sharding = getattr(array, "sharding", None)
     if sharding is not None:
         return sharding.memory_kind == HOST_KIND
     return places.on_host(key_texts(path), array.shape)
 
 
-def _state_bytes(path: tuple, array: Any, places: StatePlaces, degrees: Mapping[str, int]) -> int:
+def _state_bytes(
+    path: KeyPath, array: jax.Array | jax.ShapeDtypeStruct, places: StatePlaces, degrees: Mapping[str, int]
+) -> int:
     """Returns the bytes of an array of the state on one device: measured if it is placed, else planned."""
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     item_bytes = _KEY_BYTES if is_key else jnp.dtype(array.dtype).itemsize

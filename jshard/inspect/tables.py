@@ -4,7 +4,7 @@ import io
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -39,7 +39,7 @@ def width() -> int:
     return Console(file=sys.stdout).width
 
 
-def printed(renderable: Any) -> str:
+def printed(renderable: object) -> str:
     """Renders an object by `rich`, as plain text."""
     file = io.StringIO()
     console = _PlainConsole(file=file, width=width(), color_system=None, legacy_windows=False)
@@ -57,7 +57,7 @@ class Printed:
     __repr__ = __str__
 
 
-def show(*things: Any) -> None:
+def show(*things: object) -> None:
     """Prints texts and objects that `rich` can print: in colour on a terminal, as plain text elsewhere.
 
     On a terminal lines end between words; elsewhere the lines of a text stay whole.

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from jshard._text import duration
 
@@ -57,7 +56,7 @@ def _phase(name: str, begin_s: float, end_s: float) -> Bar:
 def chrome_trace(bars: Iterable[Bar]) -> str:
     """Returns bars in the JSON of Chrome traces, which https://ui.perfetto.dev opens; every bar is in it."""
     thread_ids: dict[str, int] = {}  # a lane is drawn as a thread
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for bar in bars:
         event = {
             "ph": "X",  # a complete event: begin and duration
@@ -69,7 +68,7 @@ def chrome_trace(bars: Iterable[Bar]) -> str:
             "dur": (bar.end_s - bar.begin_s) * 1e6,
         }
         events.append(event)
-    names: list[dict[str, Any]] = []
+    names: list[dict[str, object]] = []
     for lane, thread_id in thread_ids.items():
         names.append({"ph": "M", "pid": 0, "tid": thread_id, "name": "thread_name", "args": {"name": lane}})
     return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from jshard._text import CONTEXT as SAVED
 from jshard.engine.context import region_mesh
 from jshard.engine.per_example import per_example
 from jshard.kernels.device import TracedDevice, automatic_axes, may_be_split
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
 _AMPERE = 8  # compute capability
 _HOPPER = 9
@@ -150,7 +153,7 @@ def splash_attention(scale: float, *, is_causal: bool, lengths: jax.Array | None
     return attend
 
 
-def _segment_ids(num_queries: int, num_keys: int, num_real: jax.Array) -> Any:
+def _segment_ids(num_queries: int, num_keys: int, num_real: jax.Array) -> SegmentIds:
     """Returns ids by which no query attends to the keys from `num_real` on: those are of another segment."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds  # slow to import
 

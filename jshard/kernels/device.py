@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Mesh
@@ -16,7 +16,7 @@ from jshard.engine.context import region_mesh
 from jshard.facts.devices import device_of
 from jshard.plans.mesh import manual_axes
 
-Device = Any
+Device: TypeAlias = Any
 """A device of JAX, or the description of one: they share a platform and a kind, and report more if they can."""
 
 # Of a Hopper GPU, if the device does not report them.

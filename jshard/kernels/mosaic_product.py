@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.experimental.pallas as pl
@@ -46,7 +46,7 @@ Epilogue = Callable[..., tuple[jax.Array, ...]]
 """Takes a float32 tile of each product, then a row of each vector broadcast to the tile's rows; returns a tile of each
 output."""
 
-Ref = Any
+Ref: TypeAlias = Any
 """An array in device memory, in shared memory or in registers, as Pallas passes it to a kernel's body."""
 
 Slice = slice | pl.Slice
@@ -197,7 +197,7 @@ class Operands:
     def _spec(self, tile: int, *, k_first: bool) -> plgpu.BlockSpec:
         tile_k = self.knobs.tile_k
 
-        def index(step: jax.Array) -> tuple[Any, Any]:
+        def index(step: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
             return (step, 0) if k_first else (0, step)
 
         shape = (tile_k, tile) if k_first else (tile, tile_k)
@@ -286,7 +286,7 @@ def persistent(
     num_tiles = grid[0] * grid[1]
     operands = Operands(product, knobs, inputs.a.dtype)
 
-    def pipeline(step: Callable[..., Any], compute: Callable[..., Any]) -> Any:
+    def pipeline(step: Callable[..., Any], compute: Callable[..., None]) -> Any:
         return plgpu.emit_pipeline_warp_specialized(
             step,
             grid=(k // knobs.tile_k,),
@@ -298,7 +298,7 @@ def persistent(
             compute_context=compute,
         )
 
-    def step(_: jax.Array, a: Ref, *bs_and_sums: Any) -> Sequence[Ref]:
+    def step(_: jax.Array, a: Ref, *bs_and_sums: Ref) -> Sequence[Ref]:
         bs = bs_and_sums[: product.num_b]
         sums = bs_and_sums[product.num_b]  # the carry of the pipeline
         rows = _half(knobs)
@@ -306,18 +306,18 @@ def persistent(
         operands.multiply(half_of_a, bs, sums)
         return sums
 
-    def compute_nothing(*_: Any, **__: Any) -> None:
+    def compute_nothing(*_: object, **__: object) -> None:
         pass
 
     def body(*args: Ref) -> None:
         refs = Refs.of(product, args, len(inputs.vectors))
 
-        def walk(allocations: Any) -> None:
+        def walk(allocations: object) -> None:
             @plgpu.nd_loop((num_tiles,), collective_axes="block")
-            def _(loop: Any) -> None:
+            def _(loop: plgpu.NDLoopInfo) -> None:
                 tile = Tile.at(loop.index[0], grid, knobs)
 
-                def compute(run: Callable[[Any], Any]) -> None:
+                def compute(run: Callable[[Sequence[Ref]], object]) -> None:
                     _compute_half(operands, refs, tile, run, interpret=interpret)
 
                 pipeline(step, compute)(*operands.windows(refs, tile), allocations=allocations)
@@ -349,7 +349,9 @@ def _half(knobs: Occupancy) -> Slice:
     return pl.ds(lax.axis_index("warpgroup") * rows, rows)
 
 
-def _compute_half(operands: Operands, refs: Refs, tile: Tile, run: Callable[[Any], Any], *, interpret: bool) -> None:
+def _compute_half(
+    operands: Operands, refs: Refs, tile: Tile, run: Callable[[Sequence[Ref]], object], *, interpret: bool
+) -> None:
     """Computes and stores a warpgroup's half of a tile; `run` is the pipeline."""
 
     def with_sums(*sums: Ref) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,11 @@ from jshard.kernels.backend import (
     vary_alike,
     varying_over,
 )
+
+if TYPE_CHECKING:
+    from jshard.kernels.mosaic_product import Ref
+
+T = TypeVar("T")
 
 Arrays = tuple[jax.Array, ...]
 
@@ -144,7 +149,7 @@ def _norm(
     residual: jax.Array | None,
     occupancy: Occupancy | None,
     backend: Backend,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     arrays = {"x": x, "scale": scale}
     if bias is not None:
         arrays["bias"] = bias
@@ -188,7 +193,9 @@ def _kernel_norm(
     return y, h_RD.reshape(x.shape)
 
 
-def plain_norm(kind: _Kind, x: jax.Array, scale: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> Any:
+def plain_norm(
+    kind: _Kind, x: jax.Array, scale: jax.Array, bias: jax.Array | None, residual: jax.Array | None
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns the same as XLA compiles it."""
     # float64 stays float64.
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -369,15 +376,15 @@ def _run_rows(
         # Each block writes its part of the sums, which are added afterwards: so they should be few.
         num_blocks = min(num_rows, _BLOCKS_BACKWARD * call.device.sms)
 
-    def load(ref: Any, index: Any) -> jax.Array:
+    def load(ref: Ref, index: int | slice | jax.Array) -> jax.Array:
         return _compat.pallas_load(ref, index, interpret=call.interpret).astype(jnp.float32)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         """Computes the rows of a block, one after another; its part of the sums stays in registers until the end."""
         x_refs, v_refs, out_refs, sum_refs = _divided(refs, [len(xs), len(vectors), num_out, num_sums])
         loaded_vectors = [load(ref, slice(None)) for ref in v_refs]
 
-        def step(loop: Any, carry: Arrays) -> Arrays:
+        def step(loop: plgpu.NDLoopInfo, carry: Arrays) -> Arrays:
             number = loop.index[0]
             results = row(*(load(ref, number) for ref in x_refs), *loaded_vectors)
             for ref, out in zip(out_refs, results.outs, strict=True):
@@ -420,7 +427,7 @@ def _run_rows(
     return list(outs), [parts.sum(0) for parts in parts_of_sums]
 
 
-def _divided(values: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+def _divided(values: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
     """Returns the first values, the next ones and so on, by their numbers; any more are left out."""
     groups = []
     start = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from jshard.kernels.backend import KernelError, Occupancy
 from jshard.kernels.products import matmul, plain_matmul
 from jshard.occupancy import CommFootprint
 from jshard.occupancy.products import MatrixProduct
+
+if TYPE_CHECKING:
+    from jshard.kernels.mosaic_product import Ref
 
 CALLS_PER_PRODUCT = 3
 """Products of a program: forward and its two gradients, which share one setting."""
@@ -144,7 +147,7 @@ def load(x: jax.Array, after: jax.Array, comm: CommFootprint, *, interpret: bool
 
     ctas, groups, steps, _ = x.shape
 
-    def body(in_ref: Any, _after_ref: Any, out_ref: Any, *_scratch: Any) -> None:
+    def body(in_ref: Ref, _after_ref: Ref, out_ref: Ref, *_scratch: Ref) -> None:
         block = jax.lax.axis_index("block")
         group = jax.lax.axis_index("warpgroup")
 

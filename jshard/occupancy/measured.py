@@ -215,7 +215,7 @@ def of_first(work: Callable[[], str], *, where: str) -> str:
         except Exception as caught:  # the others wait for the outcome
             error = caught
 
-    def failed(failures: Mapping[int, Mapping[str, Any]]) -> RunError:
+    def failed(failures: Mapping[int, Mapping[str, str]]) -> RunError:
         failure = failures[0]
         first_line = next(iter(failure["what"].splitlines()), "")
         why = f"{failure['kind']}: {first_line}"

@@ -15,6 +15,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jshard._paths import expanded
+from jshard._types import PyTree
 from jshard.errors import RunError
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.kernels.backend import Backend, Occupancy
@@ -116,8 +117,8 @@ def tune_overlap(
     device: str | None = None,
     comm: str | CommFootprint = "ring",
     nccl: str | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    batch: Any = None,
+    loss_fn: Callable[..., PyTree] | None = None,
+    batch: PyTree = None,
     cache: str | Path | None = None,
 ) -> Overlap:
     """Chooses how much of a GPU a step's kernels leave to its collectives, and the settings of XLA and NCCL.

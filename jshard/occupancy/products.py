@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import cast
 
 import jax
 from flax import nnx
@@ -15,6 +15,7 @@ from jax.extend import core as jex
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jshard._text import kernels_of
+from jshard._types import PyTree
 from jshard.engine.context import shapes_only
 from jshard.inspect.hlo.collectives import unit_and_phase
 from jshard.plans.mesh import data_shards
@@ -50,7 +51,7 @@ class MatrixProduct:
         return f"{self.m}x{self.n}x{self.k}"
 
 
-def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[MatrixProduct, ...]:
+def products_of(model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree) -> tuple[MatrixProduct, ...]:
     """Returns the products of forward with one matrix on each side.
 
     Attention, which has a dim for heads, is excluded.
@@ -65,7 +66,7 @@ def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tupl
     arguments = batch if isinstance(batch, tuple) else (batch,)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def forward(params: Any, rest: Any, arguments: tuple) -> Any:
+    def forward(params: PyTree, rest: PyTree, arguments: tuple) -> PyTree:
         return loss(nnx.merge(graphdef, params, rest, copy=True), *arguments)
 
     with shapes_only():

@@ -8,13 +8,13 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jshard import _compat
 from jshard._text import folded_names
+from jshard._types import PyTree
 from jshard.errors import ShardingError
 from jshard.kernels.backend import Occupancy, fitted
 from jshard.occupancy import SHIPPED, CommFootprint, GpuFacts, Plan, ShippedKernel, plans
@@ -37,8 +37,8 @@ class TuneError(ShardingError):
 
 def tune(
     model: nnx.Module,
-    loss: Callable[..., Any],
-    batch: Any,
+    loss: Callable[..., PyTree],
+    batch: PyTree,
     *,
     device: Device,
     comm: CommFootprint,
@@ -114,7 +114,7 @@ def _measured_entry(
 
 
 def rank(
-    model: nnx.Module, loss: Callable[..., Any], batch: Any, *, device: Device, comm: CommFootprint, why: str
+    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, device: Device, comm: CommFootprint, why: str
 ) -> TuneReport:
     """Ranks the same settings by the occupancy model: nothing is measured or stored, and `why` is printed first."""
     assert device.gpu is not None

@@ -11,7 +11,6 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -19,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.context import region_mesh
 from jshard.engine.inner import exchanged
 from jshard.engine.per_example import per_example, sum_of_parts
@@ -206,7 +206,7 @@ def from_experts(x: jax.Array) -> jax.Array:
     return _exchanged(x, 0, 1)
 
 
-def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
+def by_experts(fn: Callable[[PyTree, PyTree], jax.Array]) -> Callable[[PyTree, PyTree], jax.Array]:
     """Declares a function of the examples of a batch and of experts, whose result is a sum over these experts.
 
     The function is called with the examples of a data shard and all experts. On an `expert` axis it is called with the
@@ -226,7 +226,7 @@ def by_experts(fn: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.
     split_over_experts = functools.wraps(fn)(functools.partial(sum_of_parts, fn))
 
     @functools.wraps(fn)
-    def call(examples: Any, experts: Any) -> jax.Array:
+    def call(examples: PyTree, experts: PyTree) -> jax.Array:
         mesh = region_mesh()
         has_expert_axis = mesh is not None and degree(mesh, EXPERT) > 1
         # The axis is looked up at each call: one function may be traced for several meshes.

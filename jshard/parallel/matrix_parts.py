@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -28,7 +27,7 @@ MATRIX_SIZE = 1024
 Specs = dict[Var, PartitionSpec]
 """The specs of the sharded matrices among a program's variables."""
 
-Values = dict[Var, Any]
+Values = dict[Var, jax.Array]
 """The arrays of a program's variables."""
 
 # The parameter in which each call has its program. The derivative of a `custom_jvp_call` is lost by inlining it.
@@ -246,7 +245,7 @@ def _is_product(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _PRODUCTS or any(_has_program(value) for value in eqn.params.values())
 
 
-def _has_program(value: Any) -> bool:
+def _has_program(value: object) -> bool:
     if isinstance(value, tuple):
         return any(_has_program(element) for element in value)
     # A closed program, or one without constants.
@@ -261,24 +260,24 @@ def variables_read(eqn: JaxprEqn) -> list[Var]:
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
-def value_of(atom: Var | Literal, known: Values) -> Any:
+def value_of(atom: Var | Literal, known: Values) -> jax.Array:
     """Returns the array of an operand."""
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
-def inlined(closed: ClosedJaxpr, arrays: Sequence[Any]) -> ClosedJaxpr:
+def inlined(closed: ClosedJaxpr, arrays: Sequence[jax.Array]) -> ClosedJaxpr:
     """Returns a program with the programs that it calls in the place of their calls."""
     return jax.make_jaxpr(functools.partial(evaluated, closed))(*arrays)
 
 
-def evaluated(closed: ClosedJaxpr, *arrays: Any) -> list[Any]:
+def evaluated(closed: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
     """Returns the results of a program, which runs with the programs that it calls inlined."""
     jaxpr = closed.jaxpr
     known: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arrays), strict=True))
     return run_equations(jaxpr.eqns, known, jaxpr.outvars)
 
 
-def run_equations(eqns: Sequence[JaxprEqn], known: Values, results: Sequence[Var | Literal]) -> list[Any]:
+def run_equations(eqns: Sequence[JaxprEqn], known: Values, results: Sequence[Var | Literal]) -> list[jax.Array]:
     """Runs equations in their order and returns some variables; adds all that they compute to `known`."""
     for eqn in eqns:
         operands = [value_of(atom, known) for atom in eqn.invars]
@@ -286,7 +285,7 @@ def run_equations(eqns: Sequence[JaxprEqn], known: Values, results: Sequence[Var
     return [value_of(atom, known) for atom in results]
 
 
-def _run_inlined(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _run_inlined(eqn: JaxprEqn, operands: list[jax.Array]) -> list[jax.Array]:
     program_param = _INLINED.get(eqn.primitive.name)
     if program_param is None:
         return _compat.bind(eqn, operands)

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.rules import type_of
 from jshard.errors import CallError
 from jshard.parallel.matrix_parts import (
@@ -69,7 +70,9 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
     """
     plain = optax.with_extra_args_support(tx)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, optax.OptState]:
         # Set by `js.shard_optimizer` while it updates.
         layout = update_layout.get()
         if layout is None:
@@ -86,7 +89,7 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
         # A tracer is a `jax.Array`, too.
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-        def update_arrays(*arrays: jax.Array) -> Any:
+        def update_arrays(*arrays: jax.Array) -> PyTree:
             """Updates from the arrays among the leaves; the others, such as numbers, are constants."""
             all_leaves = list(leaves)
             for i, x in zip(positions, arrays, strict=True):
@@ -102,7 +105,7 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
             specs.append(layout.places.spec(key_texts(path), array.shape))
         return _OwnedUpdate(update_arrays, arrays, specs, layout.mesh).run(arrays)
 
-    return optax.GradientTransformationExtraArgs(plain.init, cast(Any, update))
+    return optax.GradientTransformationExtraArgs(plain.init, cast(optax.TransformUpdateExtraArgsFn, update))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +125,7 @@ class _OwnedUpdate:
     """An update as equations, and the batches of its parts that owners compute."""
 
     def __init__(
-        self, fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh
+        self, fn: Callable[..., PyTree], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: AnyMesh
     ) -> None:
         self._mesh = mesh
         traced, result_shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
@@ -157,7 +160,7 @@ class _OwnedUpdate:
                 batches.append(batch)
         return batches
 
-    def run(self, arrays: Sequence[Any]) -> Any:
+    def run(self, arrays: Sequence[jax.Array]) -> PyTree:
         """Returns the results of the update."""
         jaxpr = self._program.jaxpr
         known: Values = dict(zip(jaxpr.constvars, self._program.consts, strict=True))
@@ -226,7 +229,7 @@ class _MatrixBatch:
     def run(self, known: Values) -> Values:
         """Computes the parts: moves their matrices to the owners, and the results back."""
         first = self.parts[0]
-        values: list[Any] = []
+        values: list[jax.Array] = []
         dims: list[int | None] = []
         for position, spec in enumerate(first.specs):
             variables = [part.inputs[position] for part in self.parts]

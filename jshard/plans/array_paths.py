@@ -4,22 +4,24 @@ The state of an optimizer repeats the tree of the parameters: `mu/blocks/0/kerne
 """
 
 from collections.abc import Container
-from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
+
+from jshard._types import PyTree
 
 Keys = tuple[str, ...]
 """The keys of a path as text."""
 
 
-def key_texts(path: tuple[Any, ...]) -> Keys:
+def key_texts(path: KeyPath) -> Keys:
     """Returns the keys of a `jax.tree_util` path, without those that lead into a Flax variable or box."""
     while path and getattr(path[-1], "name", None) == "value":  # a parameter of that name has a `key`
         path = path[:-1]
     return tuple(map(_key_text, path))
 
 
-def _key_text(entry: Any) -> str:
+def _key_text(entry: object) -> str:
     """Returns the key of a `DictKey`, the name of a `GetAttrKey` or the index of a `SequenceKey`."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
@@ -27,7 +29,7 @@ def _key_text(entry: Any) -> str:
     return str(entry)
 
 
-def paths_of(tree: Any) -> list[Keys]:
+def paths_of(tree: PyTree) -> list[Keys]:
     """Returns the paths of the arrays in a tree."""
     return [key_texts(path) for path, _ in jax.tree.leaves_with_path(tree)]
 

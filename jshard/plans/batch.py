@@ -2,18 +2,20 @@
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
+from jshard._types import PyTree
 from jshard.errors import CallError
 from jshard.plans.mesh import CONTEXT, batch_sharding, check_mesh, data_axes, data_degree, degree, num_processes
 from jshard.plans.numeric import is_numeric
 
 
-def shard_batch(batch: Any, mesh: Mesh) -> Any:
+def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
     """Places a batch from the host over the data axes of the mesh, and its sequences over `context`.
 
     Args:
@@ -52,16 +54,16 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.unflatten(tree, placed)
 
 
-def _named_leaves(batch: Any) -> list[tuple[str, Any]]:
+def _named_leaves(batch: PyTree) -> list[tuple[str, ArrayLike]]:
     """Returns the arrays of a batch, each with its path as the user would write it."""
     return [(f"batch{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.leaves_with_path(batch)]
 
 
-def _with_shape(path: str, x: Any) -> str:
+def _with_shape(path: str, x: ArrayLike) -> str:
     return f"{path}  shape {np.shape(x)}"
 
 
-def _no_sequence(batch: Any, context_degree: int) -> CallError:
+def _no_sequence(batch: PyTree, context_degree: int) -> CallError:
     return CallError(
         "The batch has no sequence that splits over the context axis.",
         where=[_with_shape(path, x) for path, x in _named_leaves(batch)],
@@ -70,7 +72,7 @@ def _no_sequence(batch: Any, context_degree: int) -> CallError:
     )
 
 
-def _not_numbers(batch: Any) -> CallError:
+def _not_numbers(batch: PyTree) -> CallError:
     places = []
     for path, x in _named_leaves(batch):
         if not is_numeric(x):
@@ -83,7 +85,7 @@ def _not_numbers(batch: Any) -> CallError:
     )
 
 
-def _not_divisible(batch: Any, mesh: Mesh, layout: "_BatchLayout") -> CallError:
+def _not_divisible(batch: PyTree, mesh: Mesh, layout: "_BatchLayout") -> CallError:
     axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
     from_each = f" from each of {layout.parts} processes" if layout.parts > 1 else ""
     return CallError(
@@ -108,11 +110,11 @@ class _BatchLayout:
     parts: int
     is_alone: bool
 
-    def splits(self, x: Any) -> bool:
+    def splits(self, x: ArrayLike) -> bool:
         """Returns whether the rows that this process has are its part of a batch that the data shards divide."""
         return np.ndim(x) > 0 and np.shape(x)[0] * self.parts % self.shards == 0
 
-    def global_shape(self, x: Any) -> tuple[int, ...]:
+    def global_shape(self, x: ArrayLike) -> tuple[int, ...]:
         """Returns the shape of the array of all processes."""
         rows, *others = np.shape(x)
         return (rows * self.parts, *others)

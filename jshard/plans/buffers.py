@@ -5,19 +5,18 @@ the buffer of the source on the device where that is.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.plans.numeric import NUMBERS
+from jshard.plans.numeric import NUMBERS, Value
 
 _Buffer = tuple[int, int]
 """The id of a device, and an address in its memory."""
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: Value) -> Value:
     """Returns an array for a number of Python or NumPy's; arrays of JAX and shapes are returned unchanged.
 
     NumPy's memory is copied: its owner may write to it. A number stays weakly typed, as under `jax.jit`.
@@ -29,7 +28,7 @@ def as_array(x: Any) -> Any:
     return x
 
 
-def placed_apart(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def placed_apart(x: Value, sharding: jax.sharding.Sharding) -> jax.Array:
     """Returns an array with a sharding, which shares no buffer with the given one unless it is that one."""
     placed = jax.device_put(x, sharding)
     # The same array is one buffer under one name.

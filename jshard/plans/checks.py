@@ -3,8 +3,7 @@
 import dataclasses
 import fnmatch
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 from flax import nnx
@@ -21,6 +20,7 @@ from jshard.plans.policies import UnitPolicy, check_setting
 from jshard.plans.remat import OFFLOADED
 from jshard.plans.replication import others_of
 from jshard.plans.units import (
+    Node,
     Path,
     PathPattern,
     Unit,
@@ -36,7 +36,7 @@ from jshard.plans.units import (
 _LISTED_PATHS = 6
 
 
-def check_modules(modules: list[Any]) -> None:
+def check_modules(modules: Sequence[object]) -> None:
     """Raises if the objects that should form a unit are not nnx modules."""
     wrong = dict.fromkeys(type(m).__name__ for m in modules if not isinstance(m, nnx.Module))
     if wrong or not modules:
@@ -136,7 +136,7 @@ def _named_too_late(where: list[str]) -> AnnotationError:
 # The variables of a model.
 
 
-def check_variables(module: Any) -> None:
+def check_variables(module: Node) -> None:
     """Raises for variables of a model that hold other objects than arrays and numbers."""
     wrong = [
         f"{plain_class(module).__name__}: {dotted(path)}  {type(leaf).__name__}"
@@ -152,7 +152,7 @@ def check_variables(module: Any) -> None:
         )
 
 
-def _variable_leaves(module: Any) -> Iterator[tuple[Path, Any]]:
+def _variable_leaves(module: object) -> Iterator[tuple[Path, object]]:
     """Yields each object in the variables of a model, with the path of its variable."""
     for path, node in walk(module):
         if isinstance(node, nnx.Variable):

@@ -9,17 +9,17 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Rebuild = tuple[Callable[..., type], tuple[Any, ...]]
+Rebuild = tuple[Callable[..., type], tuple[object, ...]]
 """A function at the top of a module, and its arguments, which returns the class again."""
 
 
 def swapped_class(
     base: type,
-    attributes: Mapping[str, Any],
+    attributes: Mapping[str, object],
     *,
     rebuild: Rebuild,
     mixins: tuple[type, ...] = (),
-    **class_settings: Any,
+    **class_settings: object,
 ) -> type:
     """Returns a subclass that passes for its base, and that pickle can make again.
 

@@ -5,7 +5,6 @@ would compute with it: right numbers, and nothing sharded.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
+from jshard.plans.numeric import Value
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
@@ -24,7 +24,7 @@ class Home:
     sharding: NamedSharding
     shape: tuple[int, ...]
 
-    def arriving(self, value: Any) -> Any:
+    def arriving(self, value: Value) -> Value:
         """Returns a value, or a part of one, on the devices of this home.
 
         JAX does not compute with arrays on other devices.
@@ -39,7 +39,7 @@ class Home:
         # A part, such as a row: the sharding of the whole need not divide it.
         return _put(value, NamedSharding(self.sharding.mesh, PartitionSpec()))
 
-    def settled(self, value: Any) -> Any:
+    def settled(self, value: Value) -> Value:
         """Returns a value that was written, placed as planned; others, such as a traced row of a stack, as they are."""
         if self.is_elsewhere(value):
             return _put(value, self.sharding)
@@ -75,6 +75,6 @@ def place_of(value: object) -> str:
     return f"{list(value.sharding.shard_shape(value.shape))} on each device"
 
 
-def _put(value: Any, sharding: NamedSharding) -> jax.Array:
+def _put(value: Value, sharding: NamedSharding) -> jax.Array:
     with jax.ensure_compile_time_eval():  # else, in a trace, the variable would hold a value of the trace
         return jax.device_put(value, sharding)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, overload
+from typing import TypeAlias, TypeGuard, overload
 
 import jax
 import numpy as np
@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jshard._text import counted
 from jshard.errors import MeshError
-from jshard.plans.mesh import AXES, CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, AnyMesh, slice_of
+from jshard.plans.mesh import AXES, CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, AnyMesh, Device, slice_of
 
-Devices: TypeAlias = Sequence[jax.Device] | int | None  # pyright: ignore[reportInvalidTypeForm]
+Devices: TypeAlias = Sequence[Device] | int | None
 """The devices of a mesh; a number, of a mesh whose devices need not exist; None, all devices."""
 
 _ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them: they appear in no program, plan or message
@@ -28,7 +28,7 @@ def mesh(
     expert: int = ...,
     context: int = ...,
     tensor: int = ...,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    devices: Sequence[Device] | None = None,
 ) -> Mesh: ...
 @overload
 def mesh(
@@ -101,12 +101,12 @@ def _shape_for(requested: dict[str, int], unknown: dict[str, int], count: int, d
     return {axis: n for axis, n in degrees.items() if axis not in _ON_DEMAND or n > 1}
 
 
-def _nearness(device: Any) -> tuple[int, int, int]:
+def _nearness(device: Device) -> tuple[int, int, int]:
     """Returns a key by which neighbours share a process, and neighbours of these a slice."""
     return slice_of(device), device.process_index, device.id
 
 
-def _in_torus(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
+def _in_torus(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarray:
     """Arranges TPUs by position in the torus of their slice; the outermost axes span the slices."""
     slices = len({slice_of(device) for device in devices})
     remaining = slices
@@ -200,7 +200,7 @@ def _problem_of_count(
     )
 
 
-def _is_degree(n: object) -> bool:
+def _is_degree(n: object) -> TypeGuard[int]:
     """Returns whether a value is a degree, or -1 for the rest; True is no number of devices."""
     return type(n) is int and (n >= 1 or n == -1)
 
@@ -215,7 +215,7 @@ def _product(degrees: Mapping[str, int]) -> int:
     return math.prod(n for n in degrees.values() if n != -1)
 
 
-def nearest_degrees(requested: Mapping[str, Any], count: int) -> dict[str, int]:
+def nearest_degrees(requested: Mapping[str, object], count: int) -> dict[str, int]:
     """Returns degrees for a number of devices, close to the requested ones: one axis takes the rest."""
     degrees = {axis: n for axis, n in requested.items() if axis in AXES and _is_degree(n)}
     # Without a -1 `fsdp` takes the rest, as by default.
@@ -235,7 +235,7 @@ def _largest_divisor(number: int, *, at_most: int) -> int:
     return max(n for n in range(1, min(at_most, number) + 1) if number % n == 0)
 
 
-def _nearest_call(requested: Mapping[str, Any], count: int, devices: Devices) -> str:
+def _nearest_call(requested: Mapping[str, object], count: int, devices: Devices) -> str:
     """Returns the call of `mesh` nearest to the requested one that works on the given devices."""
     words = [f"{axis}={n}" for axis, n in nearest_degrees(requested, count).items()]
     if devices is not None and count > 0:

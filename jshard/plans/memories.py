@@ -1,16 +1,16 @@
 """Host memory: which devices have it, which arrays are stored in it, and how they come and go."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.errors import MeshError
 from jshard.plans.homes import Home, settle_in
 from jshard.plans.mesh import AnyMesh, is_concrete
+from jshard.plans.numeric import Value
 from jshard.plans.padding import Padding, padding_of, store
 from jshard.plans.placement import Placement
 
@@ -82,12 +82,12 @@ def is_placed(variable: nnx.Variable, placement: Placement, mesh: AnyMesh) -> bo
 # Copies between the memories, in a program and outside.
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: PyTree) -> PyTree:
     """Returns the tree, with arrays on the host copied to the device."""
     return jax.tree.map(fetched, tree)
 
 
-def fetched(x: Any) -> Any:
+def fetched(x: Value) -> Value:
     """Returns an array on the device."""
     if _compat.on_host(x):
         # By memory alone: the array keeps its sharding.
@@ -113,13 +113,13 @@ def stored_array(x: jax.Array, placement: Placement, mesh: AnyMesh) -> jax.Array
     return to_host(stored) if placement.on_host else stored
 
 
-def placed_like(x: jax.Array, like: Any) -> jax.Array:
+def placed_like(x: jax.Array, like: jax.Array | None) -> jax.Array:
     """Returns an array in the same memory as another array; unchanged if there is no other."""
     if like is not None and _compat.on_host(like):
         return to_host(x)
     return x
 
 
-def back(tree: Any, like: Any) -> Any:
+def back(tree: PyTree, like: PyTree) -> PyTree:
     """Returns a tree of arrays, each in the same memory as its counterpart."""
     return jax.tree.map(placed_like, tree, like)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -24,6 +25,7 @@ REGION_AXES = (*DATA_AXES, CONTEXT)
 """The axes over which a region is manual; parameters are sharded over some and replicated over the others."""
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
 
 def check_mesh(value: object) -> AnyMesh:
@@ -158,7 +160,7 @@ def hosts_along(mesh: AnyMesh, axis: str) -> int:
     return length // group_size
 
 
-def _host_of(mesh: Mesh) -> Callable[[Any], int]:
+def _host_of(mesh: Mesh) -> Callable[[Device], int]:
     """Returns a function from a device to its host."""
     processes = {device.process_index for device in mesh.devices.flat}
     has_process_for_each_device = len(processes) == mesh.size
@@ -177,6 +179,6 @@ def is_concrete(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh)
 
 
-def slice_of(device: Any) -> int:
+def slice_of(device: Device) -> int:
     """Returns the number of a device's slice; devices without slices are all in one."""
     return getattr(device, "slice_index", 0)

@@ -1,6 +1,11 @@
 """Which objects are arrays of numbers, or numbers: what a variable, an argument or a batch may hold."""
 
+from typing import Any, TypeAlias
+
 import numpy as np
+
+Value: TypeAlias = Any
+"""What a variable holds: an array, traced or abstract, a number, or a tree of these."""
 
 NUMBERS = (bool, int, float, complex)
 """Python's numbers, which Flax takes as arrays without dims."""

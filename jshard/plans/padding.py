@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,13 @@ from jax import lax
 
 from jshard import _compat
 from jshard.plans.class_swap import swapped_class
+from jshard.plans.numeric import Value
 from jshard.plans.placement import Placement
 
 V = TypeVar("V", bound=nnx.Variable)
+
+PaddedVariable: TypeAlias = Any
+"""A variable of a class that `_padded_class` made: an `nnx.Variable` with `_LogicalReads`."""
 
 _MISSING = object()
 _padding_is_kept: contextvars.ContextVar[bool] = contextvars.ContextVar("padding_is_kept", default=False)
@@ -53,7 +57,7 @@ class Padding:
         ndim = len(placement.shape)
         return cls(from_end=placement.dim - ndim, size=size, stored=size + placement.padding, ndim=ndim)
 
-    def cut(self, x: Any) -> Any:
+    def cut(self, x: Value) -> Value:
         """Returns the logical array; an array that is already logical is returned unchanged."""
         shape = getattr(x, "shape", ())
         if not self._fits(shape, self.stored) or not hasattr(x, "ndim"):  # Flax prints a stand-in with a shape only
@@ -62,7 +66,7 @@ class Padding:
             return jax.ShapeDtypeStruct(self._resized(shape, self.size), x.dtype)
         return lax.slice_in_dim(x, 0, self.size, axis=x.ndim + self.from_end)
 
-    def pad(self, x: Any) -> Any:
+    def pad(self, x: Value) -> Value:
         """Returns the stored array; an array that is already padded is returned unchanged."""
         if not self._fits(getattr(x, "shape", ()), self.size) or not hasattr(x, "ndim"):
             return x
@@ -72,7 +76,7 @@ class Padding:
         widths[self.from_end] = (0, self.stored - self.size)
         return jnp.pad(x, widths)
 
-    def cleared(self, x: Any) -> Any:
+    def cleared(self, x: Value) -> Value:
         """Returns a stored array, with zeros in its padding; an array without the padding is returned unchanged.
 
         So is one in host memory: each step writes it, and would have to copy it to the device and back.
@@ -107,16 +111,16 @@ class _LogicalReads:
     __slots__ = ()
     _jshard_padding: Padding
 
-    def get_value(self: Any, *, index: Any = _MISSING) -> Any:
+    def get_value(self: PaddedVariable, *, index: object = _MISSING) -> Value:
         value = self._jshard_padding.cut(self.get_raw_value())
         if index is _MISSING or index is Ellipsis:
             return value
         return value[index]
 
-    def create_value(self: Any, value: Any) -> Any:
+    def create_value(self: PaddedVariable, value: Value) -> Value:
         return self._jshard_padding.pad(value)
 
-    def set_value(self: Any, value: Any, *, index: Any = _MISSING) -> None:
+    def set_value(self: PaddedVariable, value: Value, *, index: object = _MISSING) -> None:
         if index is not _MISSING and index is not Ellipsis:
             home = _compat.home_of(self)
             if home is not None:
@@ -125,10 +129,10 @@ class _LogicalReads:
             value = self.get_value().at[index].set(value)
         self.set_raw_value(jnp.asarray(value))
 
-    def set_raw_value(self: Any, value: Any, **settings: Any) -> None:
+    def set_raw_value(self: PaddedVariable, value: Value, **settings: Any) -> None:
         nnx.Variable.set_raw_value(self, self._stored(value), **settings)
 
-    def update_from_state(self: Any, variable_state: nnx.Variable) -> None:
+    def update_from_state(self: PaddedVariable, variable_state: nnx.Variable) -> None:
         state = variable_state
         # A state of the same padding is taken as it is stored.
         if padding_of(state) != self._jshard_padding:  # of another mesh, or of a plain model: padded like this one
@@ -137,7 +141,7 @@ class _LogicalReads:
         nnx.Variable.update_from_state(self, state)  # also its metadata; the value that it sets may lack the padding
         _compat.write_unchecked(self, stored)
 
-    def _stored(self: Any, value: Any) -> Any:
+    def _stored(self: PaddedVariable, value: Value) -> Value:
         """Returns a written value, with zeros for padding.
 
         A function of all raw arrays, such as `v + 1`, has changed them.
@@ -147,14 +151,14 @@ class _LogicalReads:
             return value
         return self._jshard_padding.cleared(self._jshard_padding.pad(value))
 
-    def __getattr__(self: Any, name: str) -> Any:
+    def __getattr__(self: PaddedVariable, name: str) -> Value:
         # Called for what the class lacks: metadata, and attributes of the value, most of which are the logical one's.
         if name in OF_STORAGE or _compat.has_metadata(self, name):
             return nnx.Variable.__getattr__(self, name)
         return getattr(self._jshard_padding.cut(self.get_raw_value()), name)
 
     @property
-    def shape(self: Any) -> tuple[int, ...]:
+    def shape(self: PaddedVariable) -> tuple[int, ...]:
         return self._jshard_padding.logical_shape(self.get_raw_value().shape)
 
     @property
@@ -207,7 +211,7 @@ def logical(variable: V) -> V:
     return unpadded_variable
 
 
-def store(variable: nnx.Variable, padding: Padding | None, value: Any) -> None:
+def store(variable: nnx.Variable, padding: Padding | None, value: Value) -> None:
     """Makes a variable hold an array with this padding, or with none."""
     cls = unpadded(type(variable))
     if padding is not None:

@@ -26,7 +26,7 @@ def is_real_float(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
-def wide_dtype(dtype: Any) -> Any:
+def wide_dtype(dtype: DTypeLike) -> DTypeLike:
     """Returns the dtype to sum or compare values of a dtype in: of real floats at least float32, else its own.
 
     Unlike `jnp.promote_types`, also for floats of 8 bits or less, which have no common dtype with others.
@@ -106,7 +106,7 @@ class MixedPrecision:
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "gather_dtype", "wire_dtype")
 
 
-def _checked_dtype(field: str, value: Any) -> str:
+def _checked_dtype(field: str, value: DTypeLike) -> str:
     """Returns the name of a dtype that is valid for a field of `MixedPrecision`; raises AnnotationError for others."""
     try:
         dtype = jnp.dtype(value)

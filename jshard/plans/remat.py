@@ -102,7 +102,7 @@ def checkpoint_policy(remat: Remat) -> Policy | None:
         return None
     requested = _requested_policy(remat)
 
-    def policy(prim: Primitive, *args: Any, **params: Any) -> Any:
+    def policy(prim: Primitive, *args: object, **params: object) -> object:
         # `PRODUCT` is the name that jshard's own kernels give their results, which are never parameters.
         may_rename_parameter = prim.name in _FREE and params.get("name") != PRODUCT
         if may_rename_parameter and not _depends_on_name(requested, prim, args, params):
@@ -139,7 +139,7 @@ def _requested_policy(remat: Remat) -> Policy:
 def _with_cudnn_attention(policy: Policy) -> Policy:
     """Returns a policy that also keeps the results of cuDNN attention, so that backward does not run it again."""
 
-    def with_attention(prim: Primitive, *args: Any, **params: Any) -> Any:
+    def with_attention(prim: Primitive, *args: object, **params: object) -> object:
         return prim.name == ATTENTION or policy(prim, *args, **params)
 
     return with_attention
@@ -151,14 +151,14 @@ _PRODUCTS_BY_NAME = jax_policies.save_and_offload_only_these_names(
 _DOTS_OFFLOADED = jax_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
 
-def _products_offloaded(prim: Primitive, *args: Any, **params: Any) -> Any:
+def _products_offloaded(prim: Primitive, *args: object, **params: object) -> object:
     """Offloads results of matrix products to host memory; those of our kernels are recognised by name."""
     if prim.name == "name":
         return _PRODUCTS_BY_NAME(prim, *args, **params)
     return _DOTS_OFFLOADED(prim, *args, **params)
 
 
-def _depends_on_name(policy: Policy, prim: Primitive, args: tuple[Any, ...], params: dict[str, Any]) -> bool:
+def _depends_on_name(policy: Policy, prim: Primitive, args: tuple[object, ...], params: dict[str, object]) -> bool:
     """Returns whether a policy uses a value's name: a policy that keeps any value would also keep gathered parameters.
 
     A policy is a black box. So it is called again, with another name.

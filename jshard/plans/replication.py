@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from flax import nnx
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, INNER_AXES, AnyMesh, degree
+from jshard.plans.numeric import Value
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, Placement
 from jshard.plans.policies import MixedPrecision
 from jshard.plans.units import ORDINARY_STATE, Path, Unit, dotted, holds_array, is_named, numberless, walk
@@ -54,7 +54,7 @@ def others_of(module: nnx.Module) -> Iterator[Other]:
             yield from others_in(path, node, ARRAY)
 
 
-def others_in(path: Path, value: Any, kind: str) -> Iterator[Other]:
+def others_in(path: Path, value: Value, kind: str) -> Iterator[Other]:
     """Yields the float arrays in the value of a variable that is not a parameter."""
     for leaf in jax.tree.leaves(value):
         if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):

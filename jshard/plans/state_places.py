@@ -2,12 +2,13 @@
 
 import contextvars
 import dataclasses
-from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
+from jshard._types import PyTree
 from jshard.plans.array_paths import Keys, key_texts, tail_in
 from jshard.plans.mesh import REPLICA, AnyMesh, is_concrete
 from jshard.plans.padding import Padding
@@ -73,7 +74,7 @@ class StatePlaces:
             return None
         return Padding.of(parameter)
 
-    def held(self, tree: Any, mesh: AnyMesh, *, as_given: bool = False) -> Any:
+    def held(self, tree: PyTree, mesh: AnyMesh, *, as_given: bool = False) -> PyTree:
         """Returns a tree with arrays padded and constrained like their parameters, else the compiler chooses again.
 
         With `as_given`, arrays of other models, and logical arrays of parameters stored padded, stay as they are.
@@ -81,7 +82,7 @@ class StatePlaces:
         if not is_concrete(mesh):
             return tree
 
-        def constrained(path: tuple[Any, ...], x: Any) -> Any:
+        def constrained(path: KeyPath, x: jax.Array) -> jax.Array:
             keys = key_texts(path)
             padding = self.padding(keys, x.shape)
             is_logical = padding is not None and padding.logical_shape(x.shape) == x.shape

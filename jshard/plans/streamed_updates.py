@@ -20,7 +20,7 @@ from jshard.plans.array_paths import Keys, tail_in
 from jshard.plans.memories import fetched, placed_like
 from jshard.plans.placement import Placement
 
-Update = Callable[..., list[Any]]
+Update = Callable[..., list[jax.Array]]
 """A function of arrays, flat, that returns the updated ones."""
 
 _PART_BYTES = 8 * 2**20  # of parameters on a device: large enough to copy well
@@ -80,7 +80,7 @@ def _positions_by_parameter(parameters: Mapping[Keys, Placement], paths: Sequenc
 
 def streamed(
     function: Update, arguments: Sequence[jax.Array], parts: Sequence[UpdatePart], like: Sequence[jax.Array | None]
-) -> list[Any]:
+) -> list[jax.Array]:
     """Returns the results of a function on the device; those of each part go to their memory before a later part.
 
     Arrays on the host are fetched when their part begins. Results in no part are computed last; values only passed on
@@ -146,7 +146,7 @@ class _LazyProgram:
             # The first value stays: equations that have run used it.
             self._known.setdefault(self._inputs[i], fetched(x))
 
-    def result(self, position: int) -> Any:
+    def result(self, position: int) -> jax.Array:
         """Returns a result. Runs the equations that it needs and that have not run yet."""
         needed = [self._results[position]]
         while needed:  # a stack in place of a recursion, because programs are deep
@@ -171,7 +171,7 @@ class _LazyProgram:
     def _is_known(self, variable: Var | Literal) -> bool:
         return isinstance(variable, Literal) or variable in self._known
 
-    def _value(self, variable: Var | Literal) -> Any:
+    def _value(self, variable: Var | Literal) -> jax.Array:
         return variable.val if isinstance(variable, Literal) else self._known[variable]
 
 
@@ -183,13 +183,13 @@ def _is_plain_call(eqn: JaxprEqn) -> bool:
     return not any(isinstance(x, jax.sharding.Sharding) for x in shardings)
 
 
-def _run_without_calls(closed: ClosedJaxpr, arguments: Sequence[jax.Array]) -> list[Any]:
+def _run_without_calls(closed: ClosedJaxpr, arguments: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the results of a program, with each jitted function in it traced equation by equation."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     known = dict(zip(inputs, [*closed.consts, *arguments], strict=True))
 
-    def value(variable: Var | Literal) -> Any:
+    def value(variable: Var | Literal) -> jax.Array:
         return variable.val if isinstance(variable, Literal) else known[variable]
 
     for eqn in jaxpr.eqns:

@@ -6,20 +6,21 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.errors import AnnotationError
 from jshard.plans.class_swap import swapped_class
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.numeric import NUMBERS
-from jshard.plans.placement import PlacementPolicy
+from jshard.plans.placement import PlacementPolicy, Selection
 from jshard.plans.policies import UnitPolicy
 
 if TYPE_CHECKING:
@@ -29,13 +30,16 @@ if TYPE_CHECKING:
 Path = tuple[Any, ...]
 """Keys from a module to something in it: attribute names and indices."""
 
+Node: TypeAlias = Any
+"""An object in the graph of a model: a module, a variable, a container of these, or a value at its leaves."""
+
 ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 """State that cannot be mistaken for parameters: statistics, caches, collected values, random numbers."""
 
-Method = Callable[..., Any]
+Method = Callable[..., PyTree]
 """A method of a module's class, as a function."""
 
-Route = Callable[[nnx.Module, Method, tuple[Any, ...], dict[str, Any]], Any]
+Route = Callable[[nnx.Module, Method, tuple[PyTree, ...], dict[str, PyTree]], PyTree]
 """Receives the calls of a unit: its module, the method, positional and keyword arguments; returns the result."""
 
 OWN = "own"
@@ -85,7 +89,7 @@ class Unit:
         """The parameters under the module, by their first path as keys."""
         return {leaf.keys[0]: leaf for leaf in self.members}
 
-    def __reduce__(self) -> tuple[Callable[..., "Unit"], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., "Unit"], tuple[object, ...]]:
         # Devices cannot be pickled. In another process those with the same ids take their places.
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mesh = fields.pop("mesh")
@@ -97,7 +101,11 @@ class Unit:
         return _rebuild_unit, (fields, (mesh.axis_sizes, mesh.axis_names, mesh.axis_types), device_ids)
 
 
-def _rebuild_unit(fields: dict[str, Any], axes: tuple[Any, Any, Any], device_ids: list[int] | None) -> Unit:
+_Axes = tuple[tuple[int, ...], tuple[str, ...], tuple[AxisType, ...]]
+"""The sizes, names and types of a mesh's axes."""
+
+
+def _rebuild_unit(fields: dict[str, Any], axes: _Axes, device_ids: list[int] | None) -> Unit:
     sizes, names, types = axes
     if device_ids is None:
         return Unit(jax.sharding.AbstractMesh(sizes, names, axis_types=types), **fields)
@@ -166,7 +174,7 @@ def _routed(method: Method, route: Route) -> Method:
     """Returns a method whose calls go to the route."""
 
     @functools.wraps(method)
-    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return route(self, method, args, kwargs)
 
     return call
@@ -188,7 +196,7 @@ def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx
 
 
 def _occurrences_in(
-    node: Any, path: Path, units: tuple[nnx.Module, ...], open_nodes: frozenset[int]
+    node: Node, path: Path, units: tuple[nnx.Module, ...], open_nodes: frozenset[int]
 ) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
     """Yields the parameters in a node of a model.
 
@@ -219,13 +227,13 @@ def holds_array(variable: nnx.Variable) -> bool:
     return hasattr(value, "shape") or isinstance(value, NUMBERS)
 
 
-def walk(graph: object, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
+def walk(graph: object, *, settings: bool = False) -> Iterator[tuple[Path, Node]]:
     """Yields every node and variable in a graph of modules, once, with its first path, outer before inner.
 
     Like `nnx.iter_graph`, but several times faster: numbers, names and functions are skipped except for `settings`.
     """
     visited: set[int] = set()  # nodes and variables; other objects, such as equal numbers, are not identities
-    stack: list[tuple[Path, Any]] = [((), graph)]
+    stack: list[tuple[Path, Node]] = [((), graph)]
     while stack:
         path, node = stack.pop()
         if type(node) not in _compat.SETTINGS and (_compat.is_node(node) or isinstance(node, nnx.Variable)):
@@ -250,7 +258,7 @@ def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
     yield from sorted(unit_modules, key=lambda item: _order_of(item[0]))
 
 
-def _order_of(path: Path) -> list[tuple[bool, Any]]:
+def _order_of(path: Path) -> list[tuple[bool, str | int]]:
     """Returns a key to sort paths by: an index of a list and an attribute's name cannot be compared themselves."""
     return [(isinstance(key, str), key) for key in path]
 
@@ -304,9 +312,9 @@ def chosen(choice: UnitChoice, path: str, module: object) -> bool:
     return _answer_of(choice, path, module)
 
 
-def _answer_of(choice: Any, path: str, module: object) -> bool:
+def _answer_of(choice: Callable[..., object], path: str, module: object) -> bool:
     """Returns what a function of (path, module) answers; raises for one that makes modules, and for other objects."""
-    answer: Any = None
+    answer: object = None
     cause: Exception | None = None
     try:
         answer = choice(path, module)
@@ -324,7 +332,7 @@ def _answer_of(choice: Any, path: str, module: object) -> bool:
     ) from cause
 
 
-def as_filter(choice: Any) -> Filter:
+def as_filter(choice: Selection) -> Filter:
     """Returns an nnx filter from filters and path patterns of parameters; hashable, because it is part of records."""
     if choice is None:
         return False

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -402,7 +402,11 @@ def _amount_of_work(branch: _Body) -> tuple[float, float]:
 # ---- reading a program
 
 
-def _text_of(program: Any) -> str:
+CompiledProgram: TypeAlias = Any
+"""A compiled program: a `jax.stages.Compiled` or another object with `as_text()`, or its text."""
+
+
+def _text_of(program: CompiledProgram) -> str:
     """Returns the text of a program; raises for what is none."""
     if isinstance(program, str):
         return program
@@ -416,7 +420,7 @@ def _text_of(program: Any) -> str:
     return program.as_text()
 
 
-def collectives(program: Any, *, mesh: Mesh | AbstractMesh | None = None) -> tuple[Window, ...]:
+def collectives(program: CompiledProgram, *, mesh: Mesh | AbstractMesh | None = None) -> tuple[Window, ...]:
     """Returns the collectives of a program, a `jax.stages.Compiled` or its text; their axes are those of a mesh.
 
     Those in loops count with their trip counts, in a loop of unknown length once per iteration; groups of one device
@@ -445,7 +449,7 @@ def kernels_in(module: Module) -> tuple[KernelUse, ...]:
 
 
 def read_schedule(
-    program: Any, *, mesh: Mesh | AbstractMesh | None = None, expect_collectives: bool = False
+    program: CompiledProgram, *, mesh: Mesh | AbstractMesh | None = None, expect_collectives: bool = False
 ) -> Schedule:
     """Reads the schedule of a program for GPU, TPU or CPU, a `jax.stages.Compiled` or its text.
 

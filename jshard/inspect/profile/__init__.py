@@ -16,11 +16,11 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from jax.profiler import ProfileData
 
 from jshard.errors import RunError, ShardingError
+from jshard.inspect.hlo.walk import CompiledProgram
 from jshard.inspect.profile.events import DeviceEvents, ProcessEvents, process_events
 from jshard.inspect.profile.files import ProfileFiles, find_profile
 from jshard.inspect.profile.operations import Ops
@@ -43,7 +43,7 @@ def read_profile(
     path: str | os.PathLike[str],
     *,
     steps: Collection[int] | None = None,
-    program: Any = None,
+    program: CompiledProgram = None,
 ) -> Trace:
     """Reads a profile: the time of each step in which devices compute, communicate, do both, or do neither.
 
@@ -173,7 +173,7 @@ def _quiet_reader() -> Iterator[None]:
         yield
 
 
-def _text(files: ProfileFiles, program: Any) -> str | None:
+def _text(files: ProfileFiles, program: CompiledProgram) -> str | None:
     """Returns the text of the step's program; None if there is none."""
     if isinstance(program, str):
         return program

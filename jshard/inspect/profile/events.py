@@ -160,7 +160,7 @@ def _paired(raws: Iterable[_RawEvent]) -> list[Event]:
 
     Start and done may be two events with one `flow`, which is unique only among those of one operation.
     """
-    pairs: dict[int | tuple[Any, str], list[Event]] = {}
+    pairs: dict[int | tuple[object, str], list[Event]] = {}
     for place, raw in enumerate(raws):
         details = _details(raw)
         event = dataclasses.replace(_event(raw, details), computes=False)

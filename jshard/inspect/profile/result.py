@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -203,12 +202,12 @@ def _most_exposed_first(rows: Iterable[TraceRow]) -> tuple[TraceRow, ...]:
 # ---- JSON
 
 
-def _step_dict(step: TraceStep) -> dict[str, Any]:
+def _step_dict(step: TraceStep) -> dict[str, object]:
     devices = {measured.device: _shares_dict(measured.shares) for measured in step.devices}
     return {"number": step.number, **_shares_dict(step.shares), "devices": devices}
 
 
-def _shares_dict(shares: Shares) -> dict[str, Any]:
+def _shares_dict(shares: Shares) -> dict[str, object]:
     return {"step_s": shares.step_s, **dataclasses.asdict(shares), "hidden": shares.hidden}
 
 
