@@ -57,7 +57,7 @@ def plugin_versions(cuda: str) -> tuple[str, str] | None:
     return jaxlib, plugin
 
 
-def versions(packages: Iterable[str]) -> dict[str, Any]:
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Returns the versions of packages, for records; None for one that is not installed."""
     return {package: _version(package) for package in packages}
 

@@ -103,13 +103,13 @@ class PrivateName:
         except AttributeError:
             raise self.missing() from None
 
-    def replace(self, value: Any) -> None:
+    def replace(self, value: object) -> None:
         """Lets the library find another value under this name from now on; does nothing if it is gone."""
         if self.exists():
             setattr(self._owner(), self.attribute, value)
 
     @contextlib.contextmanager
-    def replaced(self, value: Any) -> Iterator[None]:
+    def replaced(self, value: object) -> Iterator[None]:
         """Inside this context, the library finds another value under this name; does nothing if it is gone."""
         before = self.find()
         self.replace(value)

@@ -11,6 +11,7 @@ from typing import IO, Any, TypedDict, TypeVar
 
 from jshard import _files
 from jshard._parsing import FormError, checked, parse_json, shown
+from jshard._types import Json
 from jshard.data.loader import DataError
 from jshard.errors import MissingExtraError
 
@@ -54,7 +55,7 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
             yield text.encode(errors="replace")
 
 
-def _json_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _json_object(path: Path, number: int, line: bytes) -> dict[str, Json]:
     """Returns the object on a line."""
     try:
         entry = parse_json(line)

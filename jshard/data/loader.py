@@ -260,7 +260,7 @@ def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartErro
     return arrays
 
 
-def _fault_of_dict(sample: Any) -> str | None:
+def _fault_of_dict(sample: object) -> str | None:
     """Returns why a sample is not a dict with names; None if it is one."""
     if isinstance(sample, dict) and sample and all(isinstance(key, str) for key in sample):
         return None
@@ -462,7 +462,7 @@ def _shuffled(start: int, stop: int, seed: int) -> Any:
     return grain.MapDataset.range(start, stop).shuffle(seed % _SEEDS).repeat()
 
 
-def read_ahead(batch: Callable[[int], Any], num_batches: int, buffered: int = 2) -> Any:
+def read_ahead(batch: Callable[[int], object], num_batches: int, buffered: int = 2) -> Any:
     """Returns an iterator over `batch(0)`, `batch(1)` and so on, computed in order by a thread, ahead of time."""
     import grain
 

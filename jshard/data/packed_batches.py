@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jshard._processes import gather_texts
+from jshard._types import Json, PyTree
 from jshard.checkpoint.data_position.sample_order import Description, describe
 from jshard.checkpoint.data_position.state_text import from_text, to_text
 from jshard.data.batches import ENDLESS, GlobalBatches, check_least
@@ -29,14 +30,14 @@ from jshard.errors import RunError, ShardingError
 Pack = Callable[[Any], Any]
 """Makes a `grain.IterDataset` of sequences from one of documents."""
 
-Position = tuple[int, Any]
+Position = tuple[int, Json]
 """Number of sequences taken from a lane, and the state of its iterator after them."""
 
 
 class _ReadBatch(NamedTuple):
     """A batch that was read ahead."""
 
-    batch: Any
+    batch: PyTree
     positions: dict[int, Position]  # of its lanes, after it
 
 
@@ -117,7 +118,7 @@ class PackedBatches(GlobalBatches):
 
     # ---- reading
 
-    def _reader(self, num_batches: int) -> Any:
+    def _reader(self, num_batches: int) -> Iterator[Any]:
         first = self.samples
         positions = {**self._restored, **self._moved}
         lanes: dict[int, _Lane] = {}  # those that this process reads
@@ -143,7 +144,7 @@ class PackedBatches(GlobalBatches):
         in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # no threads per lane
         return self._pack(documents.to_iter_dataset(in_this_thread))
 
-    def _handed_out(self, read: _ReadBatch) -> Any:
+    def _handed_out(self, read: _ReadBatch) -> PyTree:
         # Only now: batches that are read ahead and never requested do not move the position.
         self._moved.update(read.positions)
         if not self._form:
@@ -152,7 +153,7 @@ class PackedBatches(GlobalBatches):
 
     # ---- the position
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Json]:
         """Merges the lane positions that each process knows for its rows."""
         known_here = {"place": (self.samples, self.lanes), "form": self._form, "moved": self._moved}
         processes = [from_text(text) for text in gather_texts(to_text(known_here))]
@@ -189,7 +190,7 @@ class PackedBatches(GlobalBatches):
         """Returns how many sequences of a lane are among the first `samples` of the run."""
         return max(0, -(-(self.samples - lane) // self.lanes))
 
-    def _move_to(self, state: dict[str, Any]) -> None:
+    def _move_to(self, state: dict[str, Json]) -> None:
         self.samples = state["sequences"]
         self.lanes = state["lanes"]
         self._form = state["looks"]
@@ -200,7 +201,7 @@ class PackedBatches(GlobalBatches):
             if num_returned:
                 self._restored[lane] = (num_returned, state["states"][lane])
 
-    def _misfits(self, state: dict[str, Any]) -> Iterator[str]:
+    def _misfits(self, state: dict[str, Json]) -> Iterator[str]:
         misfits = list(super()._misfits(state))
         yield from misfits
         if misfits:
@@ -251,7 +252,7 @@ class _Lane:
             except Exception as cause:
                 raise self._failed("The saved position of a lane does not fit `pack`.", cause) from cause
 
-    def sequence(self, number: int) -> Any:
+    def sequence(self, number: int) -> PyTree:
         """Returns a sequence by its number in the lane; numbers only grow."""
         sequence = None
         while self._num_taken <= number:
@@ -288,7 +289,7 @@ def _cut_to(length: int) -> Pack:
     return pack
 
 
-def _form_of(tree: Any, *, without_dims: int = 0) -> dict[str, str]:
+def _form_of(tree: PyTree, *, without_dims: int = 0) -> dict[str, str]:
     """Returns shape and dtype of each array by its path; the first dims of a batch are left out."""
     form = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

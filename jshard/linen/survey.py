@@ -58,7 +58,7 @@ class Survey:
     kinds: dict[str, str] = dataclasses.field(default_factory=dict)
     called: set[Path] = dataclasses.field(default_factory=set)
 
-    def record_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def record_call(self, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         """Records a call that has just run.
 
         Inner calls of the same module, in a loop or a checkpoint, came before. So the first shapes are those of the

@@ -13,9 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jshard._parsing import is_int, shown
+from jshard._types import Json
 
-Config = Mapping[str, Any]
+Config = Mapping[str, Json]
 """The contents of a config.json."""
+
+ModelConfig = Any
+"""The `model` of a recipe: a dataclass of the user's, with any fields."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,8 @@ class ConfigKey:
 
     name: str
     field: str
-    default: Any
-    off: Any = None
+    default: Json
+    off: Json = None
     is_compared: bool = True
 
     @property
@@ -46,23 +50,23 @@ class ConfigKey:
         """The fields of the recipe, for people."""
         return f"model.{self.field}"
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """Returns the value that Transformers computes with."""
         return typed(config.get(self.name, self.default), type(self.default))
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """Returns the same of the recipe's model; None if it has no such field."""
         return getattr(model, self.field, self.off)
 
-    def fields(self, value: Any) -> dict[str, Any]:
+    def fields(self, value: Json) -> dict[str, Json]:
         """Returns the fields of the recipe for a value."""
         return {self.field: value}
 
-    def can_be(self, value: Any) -> bool:
+    def can_be(self, value: Json) -> bool:
         """Returns whether a file can have a value that a recipe computes."""
         return value is not None
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """Returns the keys of the file for a value."""
         return {self.name: value}
 
@@ -78,9 +82,9 @@ class DerivedKey(ConfigKey):
 
     base: ConfigKey
     times: int = 1
-    default: Any = None
+    default: Json = None
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = config.get(self.name, self.default)
         if value is None:
@@ -94,18 +98,18 @@ class HeadWidth(ConfigKey):
 
     name: str = "head_dim"
     field: str = "head_dim"
-    default: Any = None
+    default: Json = None
     width: ConfigKey
     heads: ConfigKey
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = config.get(self.name, self.default)
         if value is None:
             return self.width.stored(config) // self.heads.stored(config)
         return typed(value, int)
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`."""
         return getattr(model, self.field, 0) or model.d_model // model.n_head
 
@@ -114,8 +118,8 @@ class HeadWidth(ConfigKey):
 class Meaning:
     """A value of the file and the value of the recipe's field that means the same."""
 
-    stored: Any
-    field: Any
+    stored: Json
+    field: Json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,22 +128,22 @@ class Choice(ConfigKey):
 
     choices: tuple[Meaning, ...]
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = config.get(self.name, self.default)
         check_only({self.name: value}, self.name, tuple(choice.stored for choice in self.choices))
         return value
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`; a value that the file cannot have is left as it is."""
         own = super().computed(model)
         return next((choice.stored for choice in self.choices if choice.field == own), own)
 
-    def fields(self, value: Any) -> dict[str, Any]:
+    def fields(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.fields`."""
         return {self.field: next(choice.field for choice in self.choices if choice.stored == value)}
 
-    def can_be(self, value: Any) -> bool:
+    def can_be(self, value: Json) -> bool:
         """See `ConfigKey.can_be`."""
         return any(choice.stored == value for choice in self.choices)
 
@@ -153,7 +157,7 @@ class Gated(Choice):
         """See `ConfigKey.names`."""
         return (self.name, "dense_act_fn", "is_gated_act")
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = super().stored(config)
         is_gated = value == "gated-gelu"
@@ -168,14 +172,14 @@ class TiedAndScaled(ConfigKey):
 
     name: str = "tie_word_embeddings"
     field: str = "tied"
-    default: Any = True
+    default: Json = True
 
     @property
     def names(self) -> tuple[str, ...]:
         """See `ConfigKey.names`."""
         return (self.name, "scale_decoder_outputs")
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         is_tied = super().stored(config)
         check_only(config, "scale_decoder_outputs", (is_tied,))
@@ -188,17 +192,17 @@ class SlidingWindow(ConfigKey):
 
     name: str = "sliding_window"
     field: str = "sliding_window"
-    default: Any = None
-    off: Any = 0
+    default: Json = None
+    off: Json = 0
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = config.get(self.name, self.default)
         if value is None:
             return 0
         return typed(value, int)
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.written`."""
         return {self.name: value or None}
 
@@ -207,7 +211,7 @@ class SlidingWindow(ConfigKey):
 class LayerWindow(SlidingWindow):
     """The sliding window of Qwen, which other keys switch on, for all layers or some."""
 
-    default: Any = 4096
+    default: Json = 4096
     layers: ConfigKey
 
     @property
@@ -215,7 +219,7 @@ class LayerWindow(SlidingWindow):
         """See `ConfigKey.names`."""
         return ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         window = 0
         if typed(config.get("use_sliding_window", False), bool):
@@ -236,7 +240,7 @@ class LayerWindow(SlidingWindow):
             )
         return window if num_sliding else 0
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.written`."""
         if value:
             return {"use_sliding_window": True, "sliding_window": value, "max_window_layers": 0}
@@ -251,7 +255,7 @@ def _num_after_first(config: Config, num_layers: int) -> int:
     return max(num_layers - first, 0)
 
 
-def _num_named(kinds: Any, num_layers: int) -> int:
+def _num_named(kinds: Json, num_layers: int) -> int:
     """Returns how many layers have a window by `layer_types`."""
     is_list = isinstance(kinds, list) and len(kinds) == num_layers
     if not is_list or not set(kinds) <= {"full_attention", "sliding_attention"}:
@@ -269,12 +273,12 @@ class BalanceWeight(ConfigKey):
 
     name: str = "router_aux_loss_coef"
     field: str = "balance"
-    default: Any = 0.001
-    off: Any = 0.0
+    default: Json = 0.001
+    off: Json = 0.0
     is_compared: bool = False  # no logit depends on it
     choices: ConfigKey
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`; a dict with the fields "balance" and "top_k"."""
         weight = config.get(self.name, self.default)
         if weight != 0 or isinstance(weight, bool):
@@ -282,15 +286,15 @@ class BalanceWeight(ConfigKey):
         count = self.choices.stored(config)
         return {self.field: float(weight) * count, self.choices.field: count}
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`."""
         return {self.field: super().computed(model), self.choices.field: self.choices.computed(model)}
 
-    def fields(self, value: Any) -> dict[str, Any]:
+    def fields(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.fields`."""
         return {self.field: value[self.field]}
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.written`."""
         return {self.name: value[self.field] / value[self.choices.field]}
 
@@ -301,7 +305,7 @@ class ScalingKey:
 
     name: str
     field: str
-    default: Any = None  # None: the key is needed
+    default: Json = None  # None: the key is needed
 
 
 _FACTOR = ScalingKey(name="factor", field="factor")
@@ -333,7 +337,7 @@ class Rope(ConfigKey):
 
     name: str = "rope_parameters"
     field: str = "rope_theta"
-    default: Any = 10_000.0
+    default: Json = 10_000.0
     length: ConfigKey
 
     @property
@@ -346,7 +350,7 @@ class Rope(ConfigKey):
         """See `ConfigKey.described`."""
         return "model.rope_theta, model.rope_scaling"
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`; a dict with "rope_theta", "kind" and the fields of that kind."""
         check_only(config, "partial_rotary_factor", (None, 1))
         check_only(config, "rope_interleaved", (None, False))
@@ -365,7 +369,7 @@ class Rope(ConfigKey):
         theta = typed(next(iter(thetas), self.default), float)
         return {"rope_theta": theta, **next(iter(scalings), {"kind": "default"})}
 
-    def _scaling(self, part: dict[str, Any], config: Config) -> dict[str, Any]:
+    def _scaling(self, part: dict[str, Json], config: Config) -> dict[str, Json]:
         """Returns the kind of a scaling and its fields."""
         check_only(part, "partial_rotary_factor", (None, 1))
         kind = _kind_of_scaling(part)
@@ -385,7 +389,7 @@ class Rope(ConfigKey):
             raise ValueError(f"{', '.join(sorted(unknown))} of {kind} scaling is not known here")
         return {"kind": kind, **{key.field: _scaling_value(key, keys) for key in _SCALINGS[kind]}}
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`."""
         theta = super().computed(model)
         if theta is None:
@@ -395,26 +399,26 @@ class Rope(ConfigKey):
         fields = {key.field: getattr(scaling, key.field) for key in _SCALINGS.get(kind, ())}
         return {"rope_theta": theta, "kind": kind, **fields}
 
-    def fields(self, value: Any) -> dict[str, Any]:
+    def fields(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.fields`."""
         scaling = {f"rope_scaling.{name}": setting for name, setting in value.items() if name != "rope_theta"}
         if value["kind"] == "default":
             scaling = {"rope_scaling.kind": "default"}
         return {"rope_theta": value["rope_theta"]} | scaling
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.written`; in the form that all versions of Transformers read."""
         kind = value["kind"]
         if kind == "default":
             return {"rope_theta": value["rope_theta"], "rope_scaling": None}
         keys = {key.name: value[key.field] for key in _SCALINGS[kind] if value[key.field] is not None}
-        result: dict[str, Any] = {"rope_theta": value["rope_theta"]}
+        result: dict[str, Json] = {"rope_theta": value["rope_theta"]}
         if kind == "dynamic":  # it begins there
             result[self.length.name] = keys.pop(_ORIGINAL.name)
         return result | {"rope_scaling": {"rope_type": kind, **keys}}
 
 
-def _kind_of_scaling(part: Mapping[str, Any]) -> str:
+def _kind_of_scaling(part: Mapping[str, Json]) -> str:
     """Returns the kind, which has two names: the older one is `type`."""
     kinds = {part[name] for name in ("rope_type", "type") if part.get(name) is not None}
     if len(kinds) > 1 or not kinds <= _SCALINGS.keys():
@@ -422,7 +426,7 @@ def _kind_of_scaling(part: Mapping[str, Any]) -> str:
     return next(iter(kinds), "default")
 
 
-def _settle_yarn(keys: dict[str, Any], longest: int) -> None:
+def _settle_yarn(keys: dict[str, Json], longest: int) -> None:
     """Replaces the keys of yarn from which Transformers computes others."""
     if "factor" not in keys:
         keys["factor"] = longest / typed(keys[_ORIGINAL.name], int)
@@ -433,7 +437,7 @@ def _settle_yarn(keys: dict[str, Any], longest: int) -> None:
         keys["attention_factor"] = (typed(top, float) * growth + 1) / (typed(bottom, float) * growth + 1)
 
 
-def _scaling_value(key: ScalingKey, keys: Mapping[str, Any]) -> Any:
+def _scaling_value(key: ScalingKey, keys: Mapping[str, Json]) -> Json:
     value = keys.get(key.name, key.default)
     if value is None and key.name == "attention_factor":
         return None
@@ -451,7 +455,7 @@ class Fixed:
     """A key of which only some values are computed, and absent means one of them."""
 
     name: str
-    only: tuple[Any, ...]
+    only: tuple[Json, ...]
     why: str = ""
 
     @property
@@ -465,7 +469,7 @@ class Fixed:
             raise ValueError(self.why or f"is supported as {_listed(self.only)} only")
 
 
-def typed(value: Any, kind: type) -> Any:
+def typed(value: Json, kind: type) -> Json:
     """Returns the value in the type of its key; integers count as floats."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if kind is float and is_integer:
@@ -480,17 +484,17 @@ def typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _is_among(value: Any, values: Iterable[Any]) -> bool:
+def _is_among(value: Json, values: Iterable[Json]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
 
-def check_only(config: Config, name: str, only: tuple[Any, ...]) -> None:
+def check_only(config: Config, name: str, only: tuple[Json, ...]) -> None:
     """Raises a ValueError if the key is there with another value than these."""
     if name in config and not _is_among(config[name], only):
         raise ValueError(f"{name} is supported as {_listed(only)} only")
 
 
-def _listed(values: tuple[Any, ...]) -> str:
+def _listed(values: tuple[Json, ...]) -> str:
     """Returns the values as JSON; of several, those that say something."""
     full = [value for value in values if value not in (None, [], {})]
     return " or ".join(json.dumps(value) for value in full or values[:1])
