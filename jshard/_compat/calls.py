@@ -13,6 +13,7 @@ from jshard._compat import private_names
 
 Params = dict[str, Any]
 DropUnused = Callable[[list[bool], jex.JaxprEqn], tuple[list[bool], jex.JaxprEqn | None]]
+"""From which results are used, and an equation: which operands are used, and a smaller equation."""
 
 
 def is_literal(atom: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, SupportsInt
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsInt
 
 from jax.sharding import Mesh
 
@@ -17,9 +17,12 @@ from jshard._text import counted
 from jshard._types import Json, PyTree
 from jshard.checkpoint.data_position.position import misfit
 from jshard.checkpoint.data_position.sample_order import Description, describe, differences
-from jshard.data.loader import DataError
+from jshard.data.loader import DataError, GrainDataset
 from jshard.errors import RunError, ShardingError
 from jshard.plans.mesh import batch_sharding, data_degree
+
+if TYPE_CHECKING:
+    import grain
 
 ENDLESS = sys.maxsize
 """The length of `dataset.repeat()`."""
@@ -53,7 +56,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
     return sorted(rows)
 
 
-def order_of(dataset: Any) -> list[str]:
+def order_of(dataset: GrainDataset) -> list[str]:
     """Returns the steps of a dataset that determine the order of its samples, starting with its sources.
 
     Steps that only change the contents of samples are left out: they may differ between two runs.
@@ -111,7 +114,13 @@ class GlobalBatches:
     global_position: ClassVar[bool] = True
 
     def __init__(
-        self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int = 0, read_options: Any = None
+        self,
+        dataset: GrainDataset,
+        *,
+        batch_size: int,
+        rows: Sequence[int] | Mesh,
+        start: int = 0,
+        read_options: grain.ReadOptions | None = None,
     ) -> None:
         self.dataset = _numbered(dataset)
         self.batch_size = batch_size
@@ -236,7 +245,7 @@ class GlobalBatches:
         self.samples = int(state["samples"])
 
 
-def _numbered(dataset: Any) -> Any:
+def _numbered(dataset: GrainDataset) -> GrainDataset:
     """Returns the dataset as a `grain.MapDataset`: samples by number, in any order, any number of times."""
     import grain  # imported here: not needed without a data position
 

@@ -15,6 +15,9 @@ from jshard._types import Json
 from jshard.data.loader import DataError
 from jshard.errors import MissingExtraError
 
+ArrowTable = Any
+"""A table of pyarrow, or a batch of its rows; pyarrow is optional."""
+
 JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 """The ends of the names of files with a JSON object on each line."""
 
@@ -108,14 +111,14 @@ class _SavedSplits(TypedDict):
 _Saved = TypeVar("_Saved", _SavedState, _SavedSplits)
 
 
-def _parquet(path: Path, text_key: str) -> Iterator[Any]:
+def _parquet(path: Path, text_key: str) -> Iterator[ArrowTable]:
     """Yields tables of at most some thousand rows; the first has all columns but no rows."""
     file = _pyarrow(path).parquet.ParquetFile(path)
     yield file.schema_arrow.empty_table()
     yield from file.iter_batches(columns=[text_key])
 
 
-def _dataset(path: Path) -> Iterator[Any]:
+def _dataset(path: Path) -> Iterator[ArrowTable]:
     """Yields the same for a folder written by `save_to_disk`; of several splits, the one to train on."""
     if (path / "dataset_dict.json").is_file():
         path = _split_to_train_on(path)
@@ -166,7 +169,7 @@ def _damaged(path: Path, why: str) -> DataError:
     )
 
 
-def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]:
+def _column(path: Path, tables: Iterable[ArrowTable], text_key: str) -> Iterator[bytes]:
     """Yields the texts of tables.
 
     Each is checked first: pyarrow would read beyond the memory of a damaged one.

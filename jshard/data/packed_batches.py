@@ -24,10 +24,10 @@ from jshard._types import Json, PyTree
 from jshard.checkpoint.data_position.sample_order import Description, describe
 from jshard.checkpoint.data_position.state_text import from_text, to_text
 from jshard.data.batches import ENDLESS, GlobalBatches, check_least
-from jshard.data.loader import read_ahead
+from jshard.data.loader import GrainDataset, read_ahead
 from jshard.errors import RunError, ShardingError
 
-Pack = Callable[[Any], Any]
+Pack = Callable[[GrainDataset], GrainDataset]
 """Makes a `grain.IterDataset` of sequences from one of documents."""
 
 Position = tuple[int, Json]
@@ -79,7 +79,7 @@ class PackedBatches(GlobalBatches):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: GrainDataset,
         *,
         pack: int | Pack,
         batch_size: int,
@@ -136,7 +136,7 @@ class PackedBatches(GlobalBatches):
 
         return read_ahead(batch, num_batches, self._read_ahead)
 
-    def _sequences(self, lane: int) -> Any:
+    def _sequences(self, lane: int) -> GrainDataset:
         """Returns the sequences of a lane, from its first document on."""
         import grain
 
@@ -240,7 +240,7 @@ def _check_same_place(places: Sequence[tuple[int, int]]) -> None:
 class _Lane:
     """One stream of sequences, read from a position on; sequences of other processes are skipped."""
 
-    def __init__(self, number: int, sequences: Any, position: Position | None) -> None:
+    def __init__(self, number: int, sequences: GrainDataset, position: Position | None) -> None:
         self._number = number
         self._iterator = iter(sequences)
         self._num_taken = 0
@@ -280,7 +280,7 @@ def _cut_to(length: int) -> Pack:
     """Returns a packer that concatenates documents and cuts them."""
     check_least("pack", length, 1, "it is the length of a sequence.")
 
-    def pack(documents: Any) -> Any:
+    def pack(documents: GrainDataset) -> GrainDataset:
         from grain.experimental import ConcatThenSplitIterDataset
 
         tokens = documents.map(lambda document: {"tokens": document})

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -158,7 +158,7 @@ def _npy(path: Path, vocab_size: int | None) -> TokenFile:
     return TokenFile(path, dtype, 0, count, header_bytes, vocab_size)
 
 
-def _npy_header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
     """Returns shape and dtype of an array, and leaves the file at its first element."""
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     version = np.lib.format.read_magic(file)

@@ -11,13 +11,12 @@ from flax import nnx
 from jax.extend import core as jex
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.api.revise import repeated_layers, revise
 from jshard.engine.context import shapes_only, without_update
 from jshard.plans.mesh import region_degree
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)

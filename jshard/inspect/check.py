@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jshard._types import PyTree
 from jshard.api.gradients import value_and_grad
 from jshard.engine.accumulate import microbatches
 from jshard.engine.border import arrays_of, opened
@@ -23,8 +24,6 @@ from jshard.plans.array_paths import key_texts
 from jshard.plans.plan import root_forgotten
 from jshard.plans.policies import wide_dtype
 from jshard.plans.units import Unit, is_key, plain_class, unit_of, units_in
-
-PyTree = Any
 
 Arrays = dict[str, jax.Array]
 """Arrays by path."""

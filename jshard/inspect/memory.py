@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jshard._types import PyTree
 from jshard.inspect.activations import Activations
 from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import HOST_KIND
@@ -24,8 +25,6 @@ _RECOMPUTED_AT_ONCE = 0.85  # share of a layer's recomputed values that is live 
 
 _STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # added by nnx.Optimizer
 _KEY_BYTES = 8  # of a random key
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)

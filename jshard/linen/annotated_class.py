@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import flax.linen as nn
-from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jshard import _compat
 from jshard._compat import LINEN_CALL, LINEN_REGISTER
@@ -107,7 +107,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     def reduce(self: nn.Module) -> tuple:
         return _annotated_again, (annotation.plain(self), annotation)
 
-    def plan_for(wrt: nnx.filterlib.Filter) -> ShardPlan:
+    def plan_for(wrt: Filter) -> ShardPlan:
         return plan_of_training(annotation.layout, wrt)
 
     body[LINEN_CALL] = call_method

@@ -126,7 +126,7 @@ def padding_in(leaf: object) -> Padding | None:
 def boxed(tree: PyTree, places: StatePlaces) -> PyTree:
     """Returns a tree whose arrays are stored padded, in boxes, where their parameters are."""
 
-    def boxed_leaf(path: tuple, x: jax.Array | Padded) -> jax.Array | Padded:
+    def boxed_leaf(path: tuple, x: object) -> object:
         if is_padded(x):
             return x
         padding = places.padding(key_texts(path), getattr(x, "shape", ()))
@@ -143,7 +143,7 @@ def unboxed(tree: PyTree) -> PyTree:
 def boxed_like(old: PyTree, tree: PyTree) -> PyTree:
     """Returns a tree in the form of the tree that it replaces."""
 
-    def boxed_leaf(before: object, x: jax.Array) -> jax.Array | Padded:
+    def boxed_leaf(before: object, x: object) -> object:
         return before.replace_boxed(x) if isinstance(before, Padded) else x
 
     return jax.tree.map(boxed_leaf, old, tree, is_leaf=is_padded)

@@ -38,7 +38,7 @@ Arrays = list[jax.Array]
 KeyCounts = dict[Any, Any]
 """How many keys a scope has made, by stream; and the same of its inner scopes, by an object of Flax with their name."""
 
-Collections = Mapping[str, Any]
+Collections = Mapping[str, PyTree]
 """The variables of a scope, by collection; or its keys, by stream."""
 
 Lifted = tuple[tuple[Collections, ...], ...]

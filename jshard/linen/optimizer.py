@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jshard import _compat
 from jshard._types import PyTree
@@ -25,7 +26,7 @@ Updated = tuple[optax.Updates, optax.OptState]
 
 
 def linen_optimizer(
-    model: nn.Module, tx: optax.GradientTransformation, *, wrt: nnx.filterlib.Filter, shard_replicated: bool
+    model: nn.Module, tx: optax.GradientTransformation, *, wrt: Filter, shard_replicated: bool
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation for the `TrainState` of an annotated Linen model; see `js.shard_optimizer`.
 
@@ -48,7 +49,7 @@ def linen_optimizer(
 class _LinenOptimizer:
     """A transformation that sees logical arrays on the device, while state and gradients are stored as planned."""
 
-    def __init__(self, annotation: Annotation, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter) -> None:
+    def __init__(self, annotation: Annotation, tx: optax.GradientTransformation, wrt: Filter) -> None:
         self._annotation = annotation
         self._wrt = wrt
         self._trains_all = wrt is nnx.Param

@@ -21,7 +21,7 @@ PARAMS = "params"
 """The collection of the parameters."""
 
 
-def flat(tree: Mapping[str, Any]) -> Iterable[tuple[Path, object]]:
+def flat(tree: Mapping[str, PyTree]) -> Iterable[tuple[Path, object]]:
     """Returns the variables in a collection, by path."""
     return traverse_util.flatten_dict(tree).items()
 
@@ -31,7 +31,7 @@ def nested(leaves: Iterable[tuple[Path, object]]) -> dict[str, object]:
     return traverse_util.unflatten_dict(dict(leaves))
 
 
-def flat_params(tree: Mapping[str, Any]) -> list[tuple[Path, object]]:
+def flat_params(tree: Mapping[str, PyTree]) -> list[tuple[Path, object]]:
     """Returns the arrays of the parameters in a collection, in their boxes, by path.
 
     A parameter may be a tuple or another pytree, as of a weight and its scale: its arrays are stored one by one.
@@ -39,7 +39,7 @@ def flat_params(tree: Mapping[str, Any]) -> list[tuple[Path, object]]:
     return [(key_texts(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_box)]
 
 
-def placeable(variables: Mapping[str, Any]) -> Iterator[tuple[Path, object]]:
+def placeable(variables: Mapping[str, PyTree]) -> Iterator[tuple[Path, object]]:
     """Yields the parameters among variables, in their boxes, by path, without random keys, which no plan places."""
     for path, leaf in flat_params(variables.get(PARAMS, {})):
         if not is_key(raw_of(leaf)):
@@ -64,7 +64,7 @@ def as_arrays(raw: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), raw)
 
 
-def described_leaves(variables: Mapping[str, Any]) -> dict[Path, Leaf]:
+def described_leaves(variables: Mapping[str, PyTree]) -> dict[Path, Leaf]:
     """Returns the descriptions of the parameters among variables, by path."""
     return {path: described(leaf, path) for path, leaf in placeable(variables)}
 

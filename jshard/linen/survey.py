@@ -6,10 +6,10 @@ shapes alone for a call with parameters that no `init` was traced for.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 from flax.linen.transforms import get_module_scopes
+from flax.nnx.filterlib import Filter
 
 from jshard.linen.choices import ChosenUnits, first_match
 from jshard.linen.parameters import described, placeable
@@ -82,7 +82,7 @@ class Survey:
             if inside(path, scope_path) is None:
                 unit.borrowed.add(scope_path)
 
-    def check(self, kind: str, leaves: Mapping[Path, Leaf], ignored: Any) -> None:
+    def check(self, kind: str, leaves: Mapping[Path, Leaf], ignored: Filter) -> None:
         """Raises for a choice of units, or a pattern of ignored parameters, that matches nothing in the model.
 
         Args:

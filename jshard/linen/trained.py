@@ -1,11 +1,12 @@
 """Which parameters of a Linen model are trained, in any tree of them: parameters, gradients, updates."""
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jshard._types import PyTree
 from jshard.errors import AnnotationError
@@ -35,7 +36,7 @@ class Trained:
         parameters: for each parameter, by path, whether it is trained.
     """
 
-    def __init__(self, layout: Layout, wrt: nnx.filterlib.Filter) -> None:
+    def __init__(self, layout: Layout, wrt: Filter) -> None:
         chosen = as_filter(wrt)
         self._predicate = nnx.filterlib.to_predicate(chosen)
         self.parameters: dict[Path, bool] = {}
@@ -54,7 +55,7 @@ class Trained:
         Arrays that belong to no parameter, as in the state of an optimizer, are chosen by their own path.
         """
 
-        def is_trained(path: tuple, x: jax.Array) -> bool:
+        def is_trained(path: tuple, x: Any) -> bool:
             if _is_masked(x):
                 return False
             keys = key_texts(path)
@@ -81,7 +82,7 @@ def _is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _none_trained(layout: Layout, wrt: nnx.filterlib.Filter, names: set[str]) -> AnnotationError:
+def _none_trained(layout: Layout, wrt: Filter, names: set[str]) -> AnnotationError:
     more = ", ..." if len(names) > 4 else ""
     return AnnotationError(
         "wrt selects no parameter of the Linen model.",
@@ -100,7 +101,7 @@ def joined(trained: PyTree, frozen: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
 
 
-def plan_of_training(layout: Layout, wrt: nnx.filterlib.Filter) -> ShardPlan:
+def plan_of_training(layout: Layout, wrt: Filter) -> ShardPlan:
     """Returns the plan of a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
     trained = Trained(layout, wrt).parameters
     leaves = tuple(dataclasses.replace(leaf, trained=trained[leaf.keys[0]]) for leaf in layout.plan.leaves)

@@ -43,6 +43,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard import _compat
@@ -60,7 +61,7 @@ from jshard.recipes.hf_families import FAMILIES
 from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
-Loss = jax.Array | WeightedMean
+LossValue = jax.Array | WeightedMean
 LossFn = Callable[[Any, Any], Any]
 """Of a model and a batch: the loss, or the loss and a dict of metrics; each a scalar or a `WeightedMean`."""
 
@@ -86,11 +87,11 @@ _TAKEN = frozenset(
 )
 
 
-def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Loss, dict[str, Loss]]]:
+def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[LossValue, dict[str, LossValue]]]:
     """Returns a loss function that always returns the loss and its metrics, an empty dict without metrics."""
 
     @functools.wraps(loss_fn)
-    def run(model: object, batch: object) -> tuple[Any, dict[str, Loss]]:
+    def run(model: object, batch: object) -> tuple[Any, dict[str, LossValue]]:
         loss: Any = loss_fn(model, batch)
         metrics: Any = {}
         if isinstance(loss, tuple) and len(loss) == 2:
@@ -205,7 +206,7 @@ class ModelFile:
     hf_names: Callable[[Any], Mapping[str, str | Stored]] | None = None
     hf_config: Callable[[Any], Mapping[str, Json]] | None = None
     hf_types: tuple[str, ...] = ()
-    wrt: nnx.filterlib.Filter = nnx.Param
+    wrt: Filter = nnx.Param
     units: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property
@@ -458,7 +459,7 @@ def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
     return recipe
 
 
-def _pick(module: Any, path: Path) -> ModelFile:
+def _pick(module: types.ModuleType, path: Path) -> ModelFile:
     missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]  # no recipe is none, too
     if missing:
         raise ModelFileError(
@@ -514,7 +515,7 @@ def _wrong_types(hf_types: object) -> Iterator[tuple[str, str]]:
         yield "hf_types", f"hf_types is {hf_types!r}, not a tuple of names among {', '.join(FAMILIES)}."
 
 
-def _filter(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
+def _filter(wrt: Filter) -> Filter:
     """Returns the nnx filter of a file's `wrt`: patterns select among parameters."""
     choices = wrt if isinstance(wrt, (list, tuple)) else [wrt]
     has_patterns = any(isinstance(choice, str) for choice in choices)

@@ -84,7 +84,7 @@ def override(recipe: R, settings: Sequence[str]) -> R:
 # Values.
 
 
-def read_value(text: str, kind: Kind) -> Any:
+def read_value(text: str, kind: Kind) -> object:
     """Parses a text as a value of a type; raises a ValueError if it is not valid.
 
     Items of a tuple or a list are separated by commas. `Any` accepts a Python literal, true, false and none, and any
@@ -108,7 +108,7 @@ def read_value(text: str, kind: Kind) -> Any:
     return _literal(text, kind)
 
 
-def _read_union(text: str, kinds: Sequence[Kind]) -> Any:
+def _read_union(text: str, kinds: Sequence[Kind]) -> object:
     """Parses a text as the first type of a union that it fits."""
 
     def order(kind: Kind) -> tuple[bool, bool]:
@@ -120,7 +120,7 @@ def _read_union(text: str, kinds: Sequence[Kind]) -> Any:
     raise ValueError(f"{text!r} fits none of {kinds}")
 
 
-def _read_items(text: str, container: type[tuple | list], kinds: Sequence[Kind]) -> Any:
+def _read_items(text: str, container: type[tuple | list], kinds: Sequence[Kind]) -> object:
     """Parses the items of a tuple or a list, with or without brackets; a last comma is allowed, as in Python."""
     inside = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
     parts = []
@@ -156,7 +156,7 @@ def _chosen(text: str, choices: Mapping[str, V]) -> V:
     return choices[text]
 
 
-def _literal(text: str, kind: Kind) -> Any:
+def _literal(text: str, kind: Kind) -> object:
     """Parses a Python literal of a class; for `Any` any other text is a text."""
     value: object = text
     if text.lower() in _WORDS:

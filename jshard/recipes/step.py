@@ -242,7 +242,7 @@ def _check_unchanged(before: set[str], after: set[str]) -> None:
 class HeldModel:
     """A model that is not trained, with the model interface of a `TrainStep`."""
 
-    model: Any
+    model: nnx.Module
 
     @property
     def mesh(self) -> Mesh:
