@@ -35,7 +35,7 @@ def stage_with_params(primitive: jex.Primitive, params_of: Callable[..., Params]
     if rules is None:
         return
 
-    def stage(trace: Any, source_info: object, *tracers: core.Tracer, **params: object) -> object:
+    def stage(trace: private_names.Private, source_info: object, *tracers: core.Tracer, **params: object) -> object:
         staged = params_of([tracer.aval for tracer in tracers], **params)
         return trace.default_process_primitive(primitive, tracers, staged, source_info)
 
@@ -138,7 +138,7 @@ class _LinearFunction:
     is_zero: list[bool]  # of each result: whether its tangent is zero for all arguments
 
     @classmethod
-    def of(cls, vjp: Any) -> "_LinearFunction | None":
+    def of(cls, vjp: private_names.Private) -> "_LinearFunction | None":
         """Returns the function of a result of `jax.vjp`; None if it is not where it was, or cannot be run."""
         try:
             sources, is_zero, program = vjp.fun.args[:3]
@@ -158,7 +158,9 @@ class _LinearFunction:
         return cls(program, residuals, structured, is_zero)
 
 
-def tangents_of(vjp: Any, tangents: Sequence[jax.Array], results: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def tangents_of(
+    vjp: private_names.Private, tangents: Sequence[jax.Array], results: Sequence[jax.ShapeDtypeStruct]
+) -> list[jax.Array]:
     """Returns the results' tangents of the function of which `jax.vjp` has made `vjp`, for tangents of its argument.
 
     `jax.vjp` linearises a function and transposes that. Its result holds the linear function under names that are not

@@ -14,7 +14,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from jshard._compat import private_names
 
@@ -89,7 +88,7 @@ def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | 
     return None
 
 
-def _described_cluster(cluster: Any, port: str | None) -> tuple[str, str, int, int] | None:
+def _described_cluster(cluster: private_names.Private, port: str | None) -> tuple[str, str, int, int] | None:
     num_processes = cluster.get_process_count()
     if num_processes < 2:
         return None
@@ -111,7 +110,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(saved)
 
 
-def coordinator() -> Any:
+def coordinator() -> private_names.Private:
     """Returns the client of the service that the processes of a run share; None if it was not started.
 
     Raises:

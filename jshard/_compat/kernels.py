@@ -10,6 +10,9 @@ from jshard._compat import private_names
 
 R = TypeVar("R")
 
+Ref = Any
+"""An array in memory inside a kernel of Pallas, which has no public class."""
+
 
 def on_stream(function: Callable[..., R], stream: int) -> Callable[..., R]:
     """Returns a function whose operations run on another stream of the GPU, beside those of the program around it."""
@@ -44,7 +47,7 @@ def _interpreter_params() -> Any:
     return params_class()
 
 
-def pallas_load(ref: Any, index: object, *, interpret: bool) -> jax.Array:
+def pallas_load(ref: Ref, index: object, *, interpret: bool) -> jax.Array:
     """Reads a part of an array in device memory inside a kernel, with any layout of its users."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -56,7 +59,7 @@ def pallas_load(ref: Any, index: object, *, interpret: bool) -> jax.Array:
     return load(ref.at[index], optimized=False)
 
 
-def pallas_transposed(ref: Any) -> Any:
+def pallas_transposed(ref: Ref) -> Ref:
     """Returns a matrix in shared memory with its dims swapped."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 

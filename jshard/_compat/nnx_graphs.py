@@ -25,8 +25,8 @@ def is_linen_module(x: object) -> bool:
 class _Graphlib:
     """What Flax itself walks graphs with."""
 
-    registry: dict[type, Any]  # of the classes of NNX: how each is flattened
-    impl_of: Callable[[object], Any]  # the same for any node, also one of JAX's pytrees
+    registry: dict[type, private_names.Private]  # of the classes of NNX: how each is flattened
+    impl_of: Callable[[object], private_names.Private]  # the same for any node, also one of JAX's pytrees
     is_node: Callable[[object], bool]
 
 

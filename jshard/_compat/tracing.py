@@ -92,7 +92,7 @@ def is_same_rule(one: object, other: object) -> bool:
     return rule is not None and rule is _custom_rule(other)
 
 
-def _custom_rule(memoized: Any) -> object:
+def _custom_rule(memoized: private_names.Private) -> object:
     """Returns the user's function in an equation of `jax.custom_jvp`, two closures deep; None for any other form."""
     try:
         wrapped = inspect.getclosurevars(memoized.f).nonlocals["fn"]
@@ -152,7 +152,7 @@ def running(eqn: jex.JaxprEqn) -> Iterator[None]:
         yield
 
 
-def _settings(context: Any) -> Iterator[contextlib.AbstractContextManager[object]]:
+def _settings(context: private_names.Private) -> Iterator[contextlib.AbstractContextManager[object]]:
     """Yields the settings of a user's `compute_on`, `set_xla_metadata` or `threefry_partitionable` at an equation."""
     if context.compute_type is not None:
         yield _compute_on(context.compute_type)
