@@ -58,6 +58,7 @@ from jshard.plans.units import as_filter
 from jshard.recipes import model_path, shipped_folder, shipped_models
 from jshard.recipes.hf_config import checked_names, unchecked_names
 from jshard.recipes.hf_families import FAMILIES
+from jshard.recipes.hf_keys import ModelConfig
 from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
@@ -198,13 +199,13 @@ class ModelFile:
 
     path: Path
     recipes: Mapping[str, Callable[[], Recipe]]
-    build: Callable[[Any, nnx.Rngs], nnx.Module | nn.Module]
+    build: Callable[[ModelConfig, nnx.Rngs], nnx.Module | nn.Module]
     annotate: Callable[[Any, Mesh | AbstractMesh], object]
     loss_fn: LossFn = next_token_loss
     data: Callable[[Any], Any] | None = None
     flops: Callable[[Any], tuple[float, str]] | None = None
-    hf_names: Callable[[Any], Mapping[str, str | Stored]] | None = None
-    hf_config: Callable[[Any], Mapping[str, Json]] | None = None
+    hf_names: Callable[[ModelConfig], Mapping[str, str | Stored]] | None = None
+    hf_config: Callable[[ModelConfig], Mapping[str, Json]] | None = None
     hf_types: tuple[str, ...] = ()
     wrt: Filter = nnx.Param
     units: Mapping[str, object] = dataclasses.field(default_factory=dict)
