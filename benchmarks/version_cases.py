@@ -10,7 +10,7 @@ from typing import Any
 _ROOT = Path(__file__).parents[1]
 _FORMS = str(_ROOT / "benchmarks" / "forms.py")
 MODELS = (_FORMS, str(_ROOT / "models"))
-"""Where the Python of the models lies."""
+"""Where the Python of the models is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Texts of errors that lie in tests/golden. `UPDATE_GOLDEN=1 pytest` of a file that uses them writes them anew."""
+"""Texts of errors that are in tests/golden. `UPDATE_GOLDEN=1 pytest` of a file that uses them writes them again."""
 
 import os
 import re

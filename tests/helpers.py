@@ -237,10 +237,10 @@ def program(
 
     Args:
         config: the decoder.
-        replica: degree of the mesh axis; `fsdp` likewise.
+        replica: degree of the mesh axis; also `fsdp`.
         batch: sequences and tokens of each.
         accumulate: as in `js.value_and_grad`; 1 takes Flax's own.
-        sync: likewise.
+        sync: as there.
         settings: of the blocks' `js.fully_shard`; they must hash.
     """
     mesh = js.mesh(replica=replica, fsdp=fsdp)

@@ -1,6 +1,6 @@
 """The text of every error and warning that a user can meet, against tests/golden/errors.txt.
 
-`UPDATE_GOLDEN=1 pytest tests/test_errors_golden.py` writes the file anew; then read its diff.
+`UPDATE_GOLDEN=1 pytest tests/test_errors_golden.py` writes the file again; then read its diff.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The table of the kernels' registers and shared memory, made anew: `python -m benchmarks.kernels.table`.
+"""The table of the kernels' registers and shared memory, made again: `python -m benchmarks.kernels.table`.
 
 Its lines go into `jshard/occupancy/shipped_kernels.py`. It needs the extra `plan-gpu`, and no GPU.
 """

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--link-gb-s", type=float, default=_LINK_GB_S, help="rate of a load that is no collective (%(default)g)")
     add("--list", action="store_true", help="print what there is to measure; needs no GPU with --gpu")
     add("--gpu", default=None, help="for --list: h200, a100, ...")
-    add("--report", action="store_true", help="write the report anew from the figures; needs no GPU")
+    add("--report", action="store_true", help="write the report again from the figures; needs no GPU")
     add("--quick", action="store_true", help="small products and few rounds: only to see that it works")
     return parser
 

@@ -142,7 +142,7 @@ def load(path: Path) -> Record:
     """Reads figures.
 
     Raises:
-        RunError: the file is none of this benchmark's.
+        RunError: the file is not this benchmark's.
     """
     try:
         found = json.loads(path.read_text())
@@ -179,7 +179,7 @@ def newest(folder: Path) -> Record | None:
 
 
 def continued(folder: Path, date: str, conditions: Mapping[str, Any]) -> Record:
-    """What a run goes on with: the newest figures if they were measured under the same conditions, else none.
+    """What a run continues with: the newest figures if they were measured under the same conditions, else none.
 
     Raises:
         BenchmarkError: today's figures are there, and under other conditions: they would be written over.

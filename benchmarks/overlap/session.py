@@ -64,7 +64,7 @@ class Session:
     ) -> Iterator[Record]:
         """What is known before and after each task; it ends when the next might take longer than is left.
 
-        A task that hangs is known as begun: the next call goes on with those after it. So it ends, too, when a task
+        A task that hangs is known as begun: the next call continues with those after it. So it ends, too, when a task
         leaves the GPU unable to run anything else, and those after it are for another process.
         """
         begin, longest = clock(), _FIRST_GUESS_S

@@ -1,4 +1,4 @@
-"""Who takes part: frameworks and forms of the step, and which unsharded step each is held against."""
+"""Who takes part: frameworks and forms of the step, and which unsharded step each is compared with."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(whole: dict[str, Any], other: dict[str, Any]) -> None:
-    """What is left out anywhere is left out: its other processes had nobody to train with."""
+    """What is left out anywhere is left out: its other processes had no one to train with."""
     whole["measured_processes"] += other["measured_processes"]
     whole["devices"] = sorted({*whole["devices"], *other["devices"]})
     whole["left_out"] |= other["left_out"]

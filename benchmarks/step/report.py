@@ -37,7 +37,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
 
 def _what(result: Mapping[str, Any], sizes: Sizes) -> str:
-    lived = "alive side by side" if result["alive"] else "started anew for each turn"
+    lived = "alive side by side" if result["alive"] else "started again for each turn"
     return (
         f"A GPT of {sizes.num_parameters / 1e6:.1f}M parameters ({sizes.n_layer} layers, d={sizes.d_model}, vocabulary"
         f" {sizes.vocab_size}, {sizes.dtype}, remat {sizes.remat}), batch {sizes.batch} x {sizes.block_size} per"

@@ -1,6 +1,6 @@
 """The side of a worker: one process of one framework, that trains when it is described to.
 
-A worker is started with a `Task` as JSON and speaks lines of JSON: it says what it is once its step is compiled and has
+A worker is started with a `Task` as JSON and writes lines of JSON: it says what it is once its step is compiled and has
 run, and answers {"first": n, "warm": m, "steps": k} with the times of k steps, after m that are not timed. The end of
 its input ends it.
 """

@@ -24,7 +24,7 @@ class Session:
     device: str  # "cpu" or "gpu"
     rounds: int  # in each of them every candidate has its turn, in another order
     steps: int  # that are timed in a turn; one before them is not
-    alive: bool  # candidates stay in memory from turn to turn; else each turn starts its processes anew
+    alive: bool  # candidates stay in memory from turn to turn; else each turn starts its processes again
     wait_s: float = 0  # seconds at most to wait for a quiet machine, once all have started
     torch_python: str | None = None  # the interpreter with PyTorch; this one by default
 
@@ -66,7 +66,7 @@ class Session:
         except CandidateError as error:
             _leave_out(candidate, error, left_out)
             return
-        described = {"sharded": candidate.sharded, "alone": candidate.alone, "anew": not self.alive}
+        described = {"sharded": candidate.sharded, "alone": candidate.alone, "restarted": not self.alive}
         row = found.setdefault(candidate.name, described | {"facts": facts[0], "processes": {}})
         for process, begun, answer in zip(self.place.mine, facts, answers, strict=True):
             mine = row["processes"].setdefault(str(process), {"first_loss": begun["losses"][0], "rounds": []})

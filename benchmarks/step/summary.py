@@ -66,7 +66,7 @@ def losses(row: Mapping[str, Any]) -> list[float]:
 
 
 def grad_norms(row: Mapping[str, Any]) -> list[float]:
-    """Gradient norms, likewise, from the second step on."""
+    """Gradient norms from the second step on."""
     return _series(row, "grad_norms")[1:]
 
 
@@ -83,7 +83,7 @@ def _series(row: Mapping[str, Any], name: str) -> list[float]:
     for of in row["processes"].values():
         first = [of["first_loss"]]
         rounds = [one[name] for one in of["rounds"]]
-        again = rounds[:1] if row["anew"] else rounds  # started anew for each turn, they repeat the same steps
+        again = rounds[:1] if row["restarted"] else rounds  # started again for each turn, they repeat the same steps
         of_processes.append(first + [value for turn in again for value in turn])
     if row["sharded"]:
         return of_processes[0]

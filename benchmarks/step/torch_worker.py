@@ -104,7 +104,7 @@ def _start(task: Task) -> torch.device:
 
 
 def _model(task: Task, device: torch.device) -> GPT:
-    """Built without memory, then cut, then given its weights: as FSDP2's documentation tells."""
+    """Built without memory, then cut, then given its weights: as FSDP2's documentation says."""
     with torch.device("meta"):
         model = GPT(task.sizes)
     if task.options["compile"]:

@@ -1,6 +1,6 @@
 """Plain Flax under `jax.jit`, sharded as Flax's guide "Scale up on multiple devices" teaches. jshard is not used.
 
-Every matrix says in its metadata which dim lies on the mesh axis: its largest, as jshard chooses. The specs of all
+Every matrix says in its metadata which dim is on the mesh axis: its largest, as jshard chooses. The specs of all
 variables come from `nnx.get_partition_spec`, the step is a `jax.jit` with these shardings for what goes in and comes
 out, and the compiler places the communication. On one device it is the unsharded step of all JAX candidates.
 """
@@ -130,7 +130,7 @@ def _shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def _name_dims(model: nnx.Module, degree: int, scan: bool) -> None:
-    """Matrices lie along their largest dim, what is left along none; a dim of layers is none to shard."""
+    """Matrices are along their largest dim, what is left along none; a dim of layers is none to shard."""
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         first = 1 if scan and path[0] == "blocks" else 0
         shape = variable.get_value().shape

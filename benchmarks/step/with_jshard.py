@@ -1,4 +1,4 @@
-"""jshard's step: models/gpt.py as it is annotated there, born sharded, in a `TrainStep`."""
+"""jshard's step: models/gpt.py as it is annotated there, created sharded, in a `TrainStep`."""
 
 from __future__ import annotations
 

@@ -114,11 +114,11 @@ class Workers:
         return found
 
     def _said(self, number: int) -> str:
-        """The last lines of a process, the last of which tells most."""
+        """The last lines of a process, the last of which says most."""
         log = self._logs[number]
         log.seek(0)
         lines = [line.strip() for line in log.read().splitlines() if line.strip() and "[Gloo]" not in line]
-        return " | ".join(lines[-_LAST_LINES:]).replace(str(_ROOT), ".") or "it ended without a word"
+        return " | ".join(lines[-_LAST_LINES:]).replace(str(_ROOT), ".") or "it ended silently"
 
 
 def _read(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:

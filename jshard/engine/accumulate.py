@@ -2,22 +2,24 @@
 
 import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from jshard import _compat
 from jshard.engine.context import during
 from jshard.engine.gathers import gather
 from jshard.engine.gradient_sums import reduce_gradient
 from jshard.engine.inner import over_axes
-from jshard.engine.rules import PARTIAL, Shard, Value
+from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.stored import inner_dims
-from jshard.engine.weighted import MeanShares, nonzero, value_and_weight
+from jshard.engine.weighted import MeanShares, WeightedMean, nonzero, value_and_weight
 from jshard.errors import CallError
 from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import back, fetched, placed_like, to_device
@@ -37,8 +39,10 @@ from jshard.plans.placement import Placement
 from jshard.plans.policies import is_real_float
 from jshard.plans.units import Unit
 
+PyTree = Any
 
-def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
+
+def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
     """Splits a batch so that every data shard keeps its own examples: microbatch i has rows i, i + steps, and so on.
 
     Contiguous microbatches would be on a few data shards each, and every step would send their rows to the others.
@@ -58,15 +62,16 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     Raises:
         CallError: the number of examples does not divide.
     """
+    # Each microbatch must divide by the data shards, too.
     num_parts = steps * data_degree(unit.mesh)
     row_counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x) and not _may_be_keys(x)}
 
-    def is_keys(x: Any) -> bool:
+    def is_keys(x: ArrayLike) -> bool:
         return _may_be_keys(x) and not _is_by_row(x, row_counts, num_parts)
 
     _check_rows_divide(batch, is_keys, steps, num_parts, name)
 
-    def cut(x: Any) -> jax.Array:
+    def cut(x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         if is_keys(x):
             return _split_keys(x, steps)
@@ -80,7 +85,9 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
     return jax.tree.map(cut, batch)
 
 
-def _check_rows_divide(batch: Any, is_keys: Callable[[Any], bool], steps: int, num_parts: int, name: str) -> None:
+def _check_rows_divide(
+    batch: PyTree, is_keys: Callable[[ArrayLike], bool], steps: int, num_parts: int, name: str
+) -> None:
     places = []
     for path, x in jax.tree.leaves_with_path(batch):
         shape = jnp.shape(x)
@@ -105,19 +112,21 @@ def _microbatch_spec(x: jax.Array, mesh: AnyMesh) -> PartitionSpec:
     return PartitionSpec(None, data_axes(mesh))
 
 
-def _is_typed_key(x: Any) -> bool:
+def _is_typed_key(x: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def _may_be_keys(x: Any) -> bool:
+def _may_be_keys(x: ArrayLike) -> bool:
     """Returns whether an array holds typed keys, or has the form of one raw key, as from `jax.random.PRNGKey`."""
     if _is_typed_key(x):
         return True
+    # A raw key has no type of its own, only the form of the default implementation's data. That of a typed key, because
+    # JAX may be set to refuse `jax.random.PRNGKey`.
     raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return jnp.result_type(x) == raw.dtype and jnp.shape(x) == raw.shape
 
 
-def _is_by_row(x: Any, rows: set[int], parts: int) -> bool:
+def _is_by_row(x: ArrayLike, rows: set[int], parts: int) -> bool:
     """Returns whether an array of keys, or of the form of a raw key, has a row for each row of the batch."""
     if not jnp.ndim(x):
         return False
@@ -144,7 +153,9 @@ class Copies:
         missed: whether a call has gathered on its own.
     """
 
-    def __init__(self, stored: Sequence[Any], copies: Sequence[Any]) -> None:
+    def __init__(self, stored: Sequence[jax.Array], copies: Sequence[jax.Array]) -> None:
+        # By identity: a call gets parameters, not their paths. While copies are available, the trace holds the stored
+        # arrays, so that no other array can have one of these ids.
         self.by_id = {id(x): copy for x, copy in zip(stored, copies, strict=True)}
         self.taken: set[int] = set()
         self.missed = False
@@ -176,11 +187,13 @@ class GatheredOnce:
         self.mesh = mesh
         self.inner = {axis: degree(mesh, axis) for axis in inner_axes(mesh)}
 
-    def gather(self, tree: Any) -> list[jax.Array]:
+    def gather(self, tree: PyTree) -> list[jax.Array]:
         """Gathers every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
         if not self.positions:
             return []
 
+        # A dim for the data shards: each has a copy of its own, and so, later, a sum of its own gradients. Replicated,
+        # they would be one array, whose gradient is reduced in each microbatch.
         def gather_all(*arrays: jax.Array) -> list[jax.Array]:
             copies = []
             for x, placement in zip(arrays, self.placements, strict=True):
@@ -189,12 +202,12 @@ class GatheredOnce:
 
         def run(arrays: list[jax.Array]) -> list[jax.Array]:
             dims = [inner_dims(placement, x.ndim) for x, placement in zip(arrays, self.placements, strict=True)]
-            states = {axis: [dims_of.get(axis) for dims_of in dims] for axis in self.inner}
+            states = self._states_by_axis(dims, without_dim=None)
             return over_axes(self.inner, gather_all, [fetched(x) for x in arrays], states, {})
 
         return self._shard_map(run, in_specs=(self._stored_specs(),), out_specs=self._copy_spec())(self.picked(tree))
 
-    def reduce(self, tree: Any, sums: list[jax.Array]) -> list[jax.Array]:
+    def reduce(self, tree: PyTree, sums: list[jax.Array]) -> list[jax.Array]:
         """Reduces each data shard's gradients of its copies to the stored shards, in the dtypes of the sums."""
         if not self.positions:
             return []
@@ -209,8 +222,10 @@ class GatheredOnce:
             for x, placement in zip(arrays, self.placements, strict=True):
                 of_copies.append(inner_dims(placement, x.ndim, gathered=True))
                 of_shards.append(inner_dims(placement, x.ndim, gathered=False))
-            states = {axis: [dims.get(axis, PARTIAL) for dims in of_copies] for axis in self.inner}
-            targets = {axis: [dims.get(axis) for dims in of_shards] for axis in self.inner}
+            # Each place along an inner axis has summed the gradients of its own examples or tokens, for all of a copy
+            # that is not split over the axis.
+            states = self._states_by_axis(of_copies, without_dim=PARTIAL)
+            targets = self._states_by_axis(of_shards, without_dim=None)
             own_sums = [x[0] for x in sums]
             gradients = over_axes(self.inner, reduce_all, own_sums, states, targets)
             return [placed_like(g, x) for x, g in zip(arrays, gradients, strict=True)]
@@ -218,12 +233,24 @@ class GatheredOnce:
         specs = self._stored_specs()
         return self._shard_map(run, in_specs=(specs, self._copy_spec()), out_specs=specs)(self.picked(tree), sums)
 
-    def picked(self, tree: Any) -> list[Any]:
+    def _states_by_axis(self, dims: Sequence[Mapping[str, int]], *, without_dim: State) -> dict[str, list[State]]:
+        """Returns the states of arrays over each inner axis, given the dims that are split over inner axes.
+
+        Args:
+            dims: of each array, by axis.
+            without_dim: the state of an array that is not split over an axis.
+        """
+        states: dict[str, list[State]] = {}
+        for axis in self.inner:
+            states[axis] = [dims_of_array.get(axis, without_dim) for dims_of_array in dims]
+        return states
+
+    def picked(self, tree: PyTree) -> list[jax.Array]:
         """Returns the leaves of a tree at the positions of these parameters."""
         leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in self.positions]
 
-    def names(self, tree: Any) -> list[str]:
+    def names(self, tree: PyTree) -> list[str]:
         """Returns their paths in a tree, as text."""
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         return ["/".join(key_texts(paths[i])) for i in self.positions]
@@ -267,16 +294,16 @@ class Loss:
         name: of the model, for messages.
     """
 
-    run: Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
-    params: Any
-    frozen: Any
-    state: Any
+    run: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[jax.Array | WeightedMean, tuple[PyTree, PyTree]]]
+    params: PyTree
+    frozen: PyTree
+    state: PyTree
     placements: tuple[Sequence[Placement | None], Sequence[Placement | None]]
     root: Unit
     name: str
 
 
-def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.Array, Any, Any, Any]:
+def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
     """Computes a loss and its gradients over microbatches.
 
     Args:
@@ -293,32 +320,38 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     param_placements, frozen_placements = loss.placements
     params_once = GatheredOnce(param_placements if once else (), mesh)
     frozen_once = GatheredOnce(frozen_placements if once else (), mesh)
+    # Outside of the loop over microbatches, whose body takes them as constants.
     copies = params_once.gather(loss.params)
     frozen_copies = frozen_once.gather(loss.frozen)
 
-    def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any, Any]]:
+    # With respect to the copies, too: what calls take of them is the part of the gradient that is reduced at the end.
+    def run(
+        params: PyTree, copies: list, state: PyTree, part: PyTree
+    ) -> tuple[jax.Array, tuple[PyTree, PyTree, jax.Array | None]]:
         stored = params_once.picked(params) + frozen_once.picked(loss.frozen)
         available = Copies(stored, copies + frozen_copies)
         with during(gathered_copies, available if once else None):
             value, aux = loss.run(params, loss.frozen, state, part)
-        names = params_once.names(params) + frozen_once.names(loss.frozen)
-        unused = [name for name, x in zip(names, stored, strict=True) if id(x) not in available.taken]
-        if unused:
-            _check_unused(unused, len(names), available.missed, loss.name)
+        _check_taken(available, stored, params_once.names(params) + frozen_once.names(loss.frozen), loss.name)
         value, weight = value_and_weight(value)
         return value, (*aux, weight)
 
-    grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)  # traced once for all uses
+    # Jitted, because it is used twice, below for its types and in the loop: it is traced once. Inlined, so that the
+    # program does not have it as a function.
+    grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)
 
-    def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
+    def step(carry: tuple, part: PyTree) -> tuple[tuple, PyTree]:
         total, sums, state, weight_before = carry
+        # Gradients of offloaded parameters come in host memory, where nothing is computed.
         (value, (aux, state, weight)), grads = grad(loss.params, copies, state, part)
         if weight is None:
             sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
             return (total + value, sums, state, None), aux
+        # Gradients are a running mean; the loss is a mean as well, and times its weight the total again.
         means = jax.tree.map(MeanShares.of(weight_before, weight).joint, sums, to_device(grads))
         return (total + value * nonzero(weight), means, state, weight_before + weight), aux
 
+    # The order of these lines is that of the zeros in the program.
     param_sums = _zero_sums(loss.params, param_placements)
     copy_sums = []
     for x, placement in zip(copies, params_once.placements, strict=True):
@@ -329,11 +362,7 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     begin = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
     (total, (grads, copy_sums), state, weight), aux = lax.scan(step, begin, parts)
     if once:
-        leaves, tree = jax.tree.flatten(grads)
-        reduced = to_device(params_once.reduce(loss.params, copy_sums))
-        for i, x in zip(params_once.positions, reduced, strict=True):
-            leaves[i] = leaves[i] + x
-        grads = jax.tree.unflatten(tree, leaves)
+        grads = _with_reduced_copies(grads, params_once, params_once.reduce(loss.params, copy_sums))
     if weight is None:
         mean = total / steps
         grads = jax.tree.map(lambda g: g / steps, grads)
@@ -344,7 +373,23 @@ def accumulated(loss: Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.
     return mean, aux, back(grads, loss.params), state
 
 
-def _zero_sums(params: Any, placements: Sequence[Placement | None]) -> Any:
+def _check_taken(available: Copies, stored: Sequence[jax.Array], names: Sequence[str], model: str) -> None:
+    """Warns of copies that no call has taken, or raises; `names` are the paths of the stored arrays."""
+    unused = [name for name, x in zip(names, stored, strict=True) if id(x) not in available.taken]
+    if unused:
+        _check_unused(unused, len(names), available.missed, model)
+
+
+def _with_reduced_copies(grads: PyTree, once: GatheredOnce, reduced: Sequence[jax.Array]) -> PyTree:
+    """Returns the gradients of parameters, with those of their copies added."""
+    # Both are parts of one gradient: a loss may use a parameter outside of the model as well, as a penalty does.
+    leaves, tree = jax.tree.flatten(grads)
+    for i, x in zip(once.positions, to_device(reduced), strict=True):
+        leaves[i] = leaves[i] + x
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _zero_sums(params: PyTree, placements: Sequence[Placement | None]) -> PyTree:
     """Returns zeros to add the gradients of microbatches to, stored as their parameters.
 
     They have the reduce dtype: in a narrower stored dtype, gradients that are small beside the sum would be lost. If
@@ -353,12 +398,13 @@ def _zero_sums(params: Any, placements: Sequence[Placement | None]) -> Any:
     leaves, tree = jax.tree.flatten(params)
     zeros = []
     for x, placement in zip(leaves, placements, strict=True):
+        # Without a placement it is no parameter of the plan, and no policy of dtypes applies to it.
         dtype = x.dtype if placement is None else _dtype_of_sum(x.dtype, placement.reduce_dtype)
         zeros.append(jnp.zeros_like(x, dtype))
     return jax.tree.unflatten(tree, zeros)
 
 
-def _dtype_of_sum(stored: Any, reduced: str) -> Any:
+def _dtype_of_sum(stored: np.dtype, reduced: str) -> DTypeLike:
     if not is_real_float(stored):  # floats of 8 bits have no common dtype with others
         return reduced
     return jnp.promote_types(stored, reduced)
@@ -366,6 +412,7 @@ def _dtype_of_sum(stored: Any, reduced: str) -> Any:
 
 def _check_unused(names: list[str], total: int, missed: bool, model: str) -> None:
     """Warns of copies that no call has used, if a call has gathered on its own; raises if no copy was used."""
+    # Not each unused copy is a mistake: a loss need not call all of the model.
     why = (
         "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
         " not stored as by js.shard_init"

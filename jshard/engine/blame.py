@@ -29,6 +29,7 @@ _runs_as_written: contextvars.ContextVar[bool | None] = contextvars.ContextVar("
 @contextlib.contextmanager
 def inside_annotated_call(call: "Call") -> Iterator[None]:
     """A context in which a call is traced: an error gets the note of the innermost call that it passes through."""
+    # Asked of the outermost call alone: for those inside, all arrays are traced.
     is_eager = _runs_as_written.get()
     if is_eager is None:
         operands = (*call.params, *call.inputs)
@@ -39,6 +40,7 @@ def inside_annotated_call(call: "Call") -> Iterator[None]:
     except FourPartError:  # it names its place
         raise
     except Exception as error:
+        # The innermost call has noted itself; those around it are passed without a note.
         if not any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ())):
             error.add_note(_note(error, call, is_eager=is_eager))
         raise
@@ -46,7 +48,8 @@ def inside_annotated_call(call: "Call") -> Iterator[None]:
 
 def _note(error: Exception, call: "Call", *, is_eager: bool) -> str:
     line = _compat.failed_line(error)
-    head = f"{_HEAD}{call.location}{f', at {line}' if line else ''}."
+    place = f", at {line}" if line else ""
+    head = f"{_HEAD}{call.location}{place}."
     if not isinstance(error, _OF_TRACING):
         return head
     if is_eager:

@@ -131,7 +131,8 @@ class Arguments:
         tree = args, dict(kwargs)
         visible = jax.tree.leaves(tree, is_leaf=or_iterator(is_leaf))
         has_visible_batch = any(is_any_array(x) and x.ndim for x in visible)
-        # Without one the batch must be in the objects, where NumPy arrays would else stay constants.
+        # Without one the batch must be in the objects, where NumPy arrays would else stay constants, whole on each
+        # device.
         self._numpy_enters = region_mesh() is None and not has_visible_batch
         apart = self._apart(tree)
         self.leaves = apart.leaves
@@ -145,11 +146,14 @@ class Arguments:
 
     def changes(self, live: LiveArguments, where: str) -> Apart | None:
         """Returns the arguments after the method ran, if it changed lists, dicts or objects among them; else None."""
+        # First: an opaque argument is the same leaf, whatever the method has stored in it.
         _refuse_filled(live, where)
         before = live.before
         after = self._apart((live.args, live.kwargs))
         if _are_same(after.leaves, before.leaves) and _are_equal(after.form, before.form):
             return None
+        # A leaf that was there before is the caller's own, and not an array of the trace: it is left out of the
+        # results.
         numbers = {id(x): number for number, x in enumerate(before.leaves)}
         leaves = [Given(numbers[id(x)]) if id(x) in numbers else x for x in after.leaves]
         return dataclasses.replace(after, leaves=leaves)
@@ -184,6 +188,8 @@ def results(out: Any, live: LiveArguments, where: str) -> Apart:
         CallError: an object that cannot be taken apart would carry traced arrays out of the program.
     """
     apart = take_apart(out, opens_result, arguments=live.before.objects)
+    # Outside of a region's trace nothing is carried out of a program. And an argument that the method returns may hold
+    # traced arrays already, of a trace around the call.
     for opaque in _opaque_arrays(apart.leaves):
         if region_mesh() is not None and id(opaque.array) not in live.held:
             raise _opaque_result(opaque, where)

@@ -16,6 +16,9 @@ from jshard.plans.units import LogicalOptimizer
 
 V = TypeVar("V")
 
+# Two kinds of context. Those of JAX are part of the key of its caches: a function that was jitted in one is traced
+# again in the other. That matters for what the user sets around a jitted step. Those of Python are set by the engine,
+# inside a trace of its own.
 _region_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("region_mesh", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
 _parameters_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("parameters_fixed", default=False)
@@ -76,30 +79,40 @@ def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimize
 
     `padded` has those by position, each with its name for messages and the optimizer of its model.
     """
-    guards = {i: one for i, one in padded.items() if not one[1].exists and not _no_update.value}
-    if not guards:
+    if _no_update.value:
+        return list(values)
+    unguarded = {i: entry for i, entry in padded.items() if not entry[1].exists}
+    if not unguarded:
         return list(values)
 
+    # An identity whose derivative raises. Only differentiation says that a gradient is asked for: to look at who calls
+    # is to guess.
     @jax.custom_jvp
     def guarded(arrays: list[Any]) -> list[Any]:
         return arrays
 
+    # Symbolic zeros: by them the rule sees which parameters are differentiated, and which only beside others.
     @functools.partial(guarded.defjvp, symbolic_zeros=True)
     def differentiated(arrays: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[list[Any], list[Any]]:
-        # checked late, because a trace may be older than the optimizer
-        given = zip(guards.values(), tangents[0], strict=True)
-        if bad := [one for one, ct in given if not isinstance(ct, SymbolicZero) and not one[1].exists]:
+        refused = []
+        for (text, optimizer), tangent in zip(unguarded.values(), tangents[0], strict=True):
+            is_differentiated = not isinstance(tangent, SymbolicZero)
+            if is_differentiated and not optimizer.exists:  # asked again: a trace may be older than the optimizer
+                refused.append((text, optimizer))
+        if refused:
             raise AnnotationError(
                 "A padded parameter was differentiated, and js.shard_optimizer was not called for its model.",
-                where=[text for text, _ in bad],
+                where=[text for text, _ in refused],
                 why="the stored array ends in zeros. Any other optimizer would count them in its means over the"
                 " parameter, and its updates would be wrong.",
-                do=bad[0][1].do,
+                do=refused[0][1].do,
             )
         return arrays[0], tangents[0]
 
-    after = dict(zip(guards, guarded([values[i] for i in guards]), strict=True))
-    return [after.get(i, x) for i, x in enumerate(values)]
+    values_guarded = list(values)
+    for i, x in zip(unguarded, guarded([values[i] for i in unguarded]), strict=True):
+        values_guarded[i] = x
+    return values_guarded
 
 
 # Attention called while a unit is traced: whether backward runs it again, and how often it was called.

@@ -27,6 +27,8 @@ def created(make: Callable[[], list[Any]], shardings: Sequence[Any], mesh: Mesh,
     run = jax.jit(make, out_shardings=shardings, compiler_options=_compat.init_options(mesh))
     if jax.process_count() == 1 or num_processes(mesh) < jax.process_count():
         return run()
+    # Constants are hashed by themselves: in the text of a program large ones are left out, and a model's seed may be
+    # in an array that NumPy made.
     traced = run.trace()
     lowered = traced.lower()
     check_same(where, program_digest(lowered), constants_digest(traced.jaxpr.consts))
@@ -35,6 +37,7 @@ def created(make: Callable[[], list[Any]], shardings: Sequence[Any], mesh: Mesh,
 
 def check_same(where: str, program: str, constants: str) -> None:
     """Raises in every process if they have different programs, or constants such as keys; every process calls it."""
+    # All processes get all digests, and so raise together: one that raised alone would leave the others waiting.
     digests = [tuple(digest) for digest in _processes.exchange("shard_init", [program, constants])]
     if len(set(digests)) == 1:
         return

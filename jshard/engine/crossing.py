@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 from jax.core import ShapedArray
@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard.engine import stored
 from jshard.engine.rules import Shard, State, Value
+from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.plans.mesh import batch_axes, inner_axes, region_degree
 from jshard.plans.model_axes import axes_of, spec_over
@@ -51,6 +52,7 @@ class Crossing:
 
     def leave(self, value: Value) -> jax.Array:
         """Returns the array as which a value leaves."""
+        # A value of each device's own has a dim of size 1 here, and of all devices outside: there it is an array.
         return value.x[None] if self.is_own else value.x
 
     def enter(self, x: jax.Array) -> Value:
@@ -59,7 +61,9 @@ class Crossing:
 
     def behind_a_mapped_dim(self) -> "Crossing":
         """Returns the crossing of the same value with one more dim, the first."""
-        state = self.state + 1 if isinstance(self.state, int) else self.state
+        state = self.state
+        if isinstance(state, int):
+            state += 1
         return dataclasses.replace(self, state=state, inner={axis: dim + 1 for axis, dim in self.inner.items()})
 
 
@@ -96,7 +100,7 @@ class Gathered:
     """The parameters that a call gathered outside of units and kept: the last results of forward."""
 
     avals: tuple[ShapedArray, ...]
-    crossings: Mapping[Any, Crossing]
+    crossings: Mapping[ParameterKey, Crossing]
     """By the parameter's path, dtype and shape."""
 
 
@@ -115,7 +119,7 @@ class Region:
 
     unit: Unit
     name: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
     batch: int
     kept: list[Gathered] = dataclasses.field(default_factory=list)
 
@@ -152,6 +156,7 @@ class Region:
             spec = PartitionSpec(*[None] * crossing.state, self.axes)
         else:
             spec = PartitionSpec()
+        # Innermost: the program of a data shard is made first, for a contiguous part of a dim, and then split further.
         dims = [*spec, *[None] * (ndim - len(spec))]
         for axis in self.inner:
             dim = 0 if crossing.is_copy else crossing.inner.get(axis)
@@ -159,11 +164,16 @@ class Region:
                 dims[dim] = (*axes_of(dims[dim]), axis)
         return PartitionSpec(*dims)
 
-    def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[Any, Value]:
+    def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[ParameterKey, Value]:
         """Returns the parameters gathered outside units that forward keeps for backward, whole or in pieces."""
+        # Parameters alone: what else was gathered outside of units is a value of this program, and no operand of
+        # backward.
         own = resharded(self.unit, is_root=not self.unit.nested)
         tied = self._resharded_as_tied()
-        placements = {one.parameter: one.shard.placement for one in operands if one.shard is not None}
+        placements = {}
+        for crossing in operands:
+            if crossing.shard is not None:
+                placements[crossing.parameter] = crossing.shard.placement
         kept = {}
         for key, value in p.kept_whole.items():
             if not isinstance(key, tuple):
@@ -184,11 +194,15 @@ class Region:
         settings = {unit.name: unit.reshard_after_forward for unit in plan.units}
         return {leaf.path: settings[leaf.unit] for leaf in plan.leaves if leaf.sharers}
 
-    def copies(self, avals: Sequence[ShapedArray]) -> dict[Any, Crossing] | None:
+    def copies(self, avals: Sequence[ShapedArray]) -> dict[ParameterKey, Crossing] | None:
         """Returns which parameters the copies of these types are; None where that is not certain."""
-        candidates = [one for one in self.kept if one.avals == tuple(avals)]
-        keys = {tuple(one.crossings) for one in candidates}
-        return dict(candidates[0].crossings) if len(keys) == 1 else None
+        # An equation has arrays alone, so copies are known by their types. Where two calls of the region have kept
+        # different parameters of the same types, the copies are left, and the parameters gathered again.
+        candidates = [gathered for gathered in self.kept if gathered.avals == tuple(avals)]
+        keys = {tuple(gathered.crossings) for gathered in candidates}
+        if len(keys) != 1:
+            return None
+        return dict(candidates[0].crossings)
 
     def over(self, size: int, *, is_batch: bool) -> "Region":
         """Returns the region of a call with one more dim; the dim is the batch, or the batch is the one it was."""

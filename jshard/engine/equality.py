@@ -25,6 +25,7 @@ def shared(program: Program, alike: list[Program]) -> tuple[Program, list[np.gen
     Returns:
         The program to call, and further operands for it: the numbers by which it differs from its equals.
     """
+    # One after another: `alike` has the programs of one class, method and number of equations, of which there are few.
     jaxpr, numbers = _without_key_data(program.jaxpr)
     for candidate in alike:
         if candidate.remat == program.remat and are_equal(candidate.jaxpr, jaxpr):
@@ -121,6 +122,7 @@ def _literals_equal(x: jex.Literal, y: jex.Literal) -> bool:
 
 def _parameters_equal(x: Any, y: Any) -> bool:
     """Returns whether two parameters of equations are equal; False where they cannot be compared."""
+    # A wrong False costs a second trace, a wrong True wrong numbers. So what is of unknown equality differs.
     if x is y:
         return True
     if type(x) is not type(y):
@@ -128,7 +130,7 @@ def _parameters_equal(x: Any, y: Any) -> bool:
     if isinstance(x, (jex.Jaxpr, jex.ClosedJaxpr)):
         return are_equal(x, y)
     if isinstance(x, UnitCall):
-        return x.is_like(y)
+        return x.is_like(y)  # their programs are a parameter of their own, which is compared as well
     if isinstance(x, (list, tuple)):
         return len(x) == len(y) and all(map(_parameters_equal, x, y))
     try:

@@ -47,6 +47,7 @@ class Body:
         )
 
 
+# Without a partitioner the equation is the function itself: outside of a region, and where it was gathered for.
 def _run(*arrays: jax.Array, body: Body) -> Sequence[jax.Array]:
     return body.run(*arrays)
 
@@ -69,8 +70,10 @@ def _batched(
 ) -> tuple[Sequence[jax.Array], list[int]]:
     """Maps the equation over one more dim, for `jax.vmap`.
 
-    The new dim comes after all others, so that the dims of the examples in `body` stay right.
+    The new dim comes after all others, so that the dims of the examples in `body` stay right. The equation stays one,
+    and is still split over its examples.
     """
+    # The equation must stay: mapped through, its function would be computed for the whole batch on each device.
     operands: list[jax.Array] = []
     in_axes: list[int | None] = []
     for x, dim in zip(arrays, dims, strict=True):

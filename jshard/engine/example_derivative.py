@@ -32,6 +32,8 @@ Shape = tuple[int, ...]
 def differentiable(body: Body) -> Callable[..., list[jax.Array]]:
     """Returns the call of a body, which can be differentiated any number of times in reverse mode."""
 
+    # The primitive has no rule for derivatives, as that of the whole batch's program is not what a shard runs. Backward
+    # is again such a call, so derivatives of any order are equations.
     @jax.custom_vjp
     def call(*arrays: jax.Array) -> list[jax.Array]:
         return per_example_p.bind(*arrays, body=body)
@@ -95,6 +97,8 @@ class _Derivative:
         self.num_outs = len(body.outs)
         self.operand_has_gradient = [has_gradient(aval) for aval in avals]
 
+        # For the whole batch, only to choose residuals: forward and backward trace the body for the examples of a
+        # shard.
         program = jax.make_jaxpr(lambda *xs: self._vjp(xs).arrays)(*avals)
         out_avals = program.out_avals[: self.num_outs]
         self.out_has_gradient = [has_gradient(aval) for aval in out_avals]
@@ -109,6 +113,7 @@ class _Derivative:
         self.used = self._operands_of_backward(out_avals)
 
     def _operands_of_backward(self, out_avals: Sequence[ShapedArray]) -> list[bool]:
+        # What backward does not read need not be kept for it, such as the input of a large layer.
         reused_avals = [out_avals[k] for k in self.from_outs.values()]
         cotangents = picked(self.out_has_gradient, out_avals)
         program = jax.make_jaxpr(self._gradients)(self.avals, reused_avals, list(self.saved_avals.values()), cotangents)
@@ -130,6 +135,7 @@ class _Derivative:
             self._check(vjp.residuals, self._has_saved_shape)
             return [*vjp.outs, *(vjp.residuals[i] for i in self.saved)]
 
+        # Saved residuals are results of the equation, split along their dim of examples.
         states = (*self.body.outs, *self.saved.values())
         results = differentiable(dataclasses.replace(self.body, run=run, outs=states))(*arrays)
         named = []
@@ -157,6 +163,7 @@ class _Derivative:
             *picked(self.out_has_gradient, out_dims),
         )
         inputs = (*values, *picked(self.out_has_gradient, cotangents))
+        # Any operand with examples says how many there are: on a shard, fewer than here.
         position, examples_dim = next((i, dim) for i, dim in enumerate(in_dims) if dim is not None)
         num_examples = inputs[position].shape[examples_dim]
 
@@ -256,12 +263,14 @@ class _Derivative:
         for i, atom in enumerate(residuals):
             if isinstance(atom, jex.Literal) or atom not in candidates:
                 continue
-            if atom in out_positions and isinstance(self.body.outs[out_positions[atom]], int):
-                from_outs[i] = out_positions[atom]
-            elif (dim := part.examples_dim(i, abstract(atom).shape)) is not None:
-                saved[i] = dim
+            out_position = out_positions.get(atom)
+            examples_dim = part.examples_dim(i, abstract(atom).shape)
+            if out_position is not None and isinstance(self.body.outs[out_position], int):
+                from_outs[i] = out_position
+            elif examples_dim is not None:
+                saved[i] = examples_dim
             else:
-                continue
+                continue  # of no example, or of all together: backward computes it again
             candidates.discard(atom)  # a residual that occurs twice is saved once
         return from_outs, saved
 
@@ -273,6 +282,8 @@ class _Derivative:
         """
         whole = _PartialBatch(divisor=1, shapes=shapes)
         dims = self.body.ins
+        # Nothing says along which dim a residual has the examples. Traced for fewer of them, it is the dim that
+        # shrinks.
         num_examples = next(aval.shape[d] for aval, d in zip(self.avals, dims, strict=True) if d is not None)
         divisor = _smallest_divisor(num_examples)
         if divisor is None:

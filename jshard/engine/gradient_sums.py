@@ -60,6 +60,7 @@ class PartialSum:
     def finished(self, mesh: Mesh) -> jax.Array:
         """Returns the sum over the axes that are left, and over inner axes where one is open."""
         x = lax.psum(self.array, self.axes) if self.axes else self.array
+        # Only the interpretation over an inner axis knows whether this is a part over it: it is left an instruction.
         for axis in inner_axes(mesh):
             x = over_axis_p.bind(x, axis=axis, dim=None, tensor_dim=None)
         return x
@@ -122,6 +123,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
             return _summed_on_arrival(x, dim, placement)
         return lax.psum_scatter(fused_over_inner_axes(x, placement), FSDP, scatter_dimension=dim, tiled=True)
 
+    # Cast first, or the sum would be taken in the dtype of the computation, in which many parts lose digits.
     padded = with_padding(x.astype(placement.reduce_dtype), placement)
     return beside_automatic_axes(run, padded, placement)(padded)
 
@@ -135,14 +137,14 @@ def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement) -> jax.Arra
         8 devices on 2 hosts, (40,)  ->  (2 hosts, 4 devices of a host, 5)
     """
     num_shards = lax.axis_size(FSDP)
+    # Received parts are summed in the reduce dtype: a reduce-scatter in the narrower one would also add in it.
     exchanges = placement.exchanges(num_shards)
     sizes = [size for size, _ in reversed(exchanges)]
     x = x.reshape(*x.shape[:dim], *sizes, -1, *x.shape[dim + 1 :])
     for number, (size, stride) in enumerate(exchanges, 1):
         groups = None  # all devices
         if size < num_shards:
-            first_of_groups = [i for i in range(num_shards) if i // stride % size == 0]
-            groups = [list(range(i, i + size * stride, stride)) for i in first_of_groups]
+            groups = _exchange_groups(num_shards, size, stride)
         exchanged_dim = dim + len(exchanges) - number
         sent = x.astype(placement.reduce_wire)
         parts = lax.all_to_all(
@@ -150,6 +152,18 @@ def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement) -> jax.Arra
         )
         x = parts.astype(x.dtype).sum(exchanged_dim)
     return x
+
+
+def _exchange_groups(num_shards: int, size: int, stride: int) -> list[list[int]]:
+    """Returns the groups of shards that exchange parts: `size` shards each, `stride` apart.
+
+    Of 8 shards on 2 hosts, 4 in a group with stride 1 are those of a host; 2 with stride 4 are of both hosts.
+    """
+    groups = []
+    for first in range(num_shards):
+        if first // stride % size == 0:
+            groups.append(list(range(first, first + size * stride, stride)))
+    return groups
 
 
 # ---- all gradients of a unit
@@ -171,6 +185,7 @@ def reduce_unit(
         mesh: the mesh.
         first_step: whether to leave out the second step of those that have a `pending_sum`.
     """
+    # The order of the collectives in the program: joined sums, joined exchanges, then the others one by one.
     parts = _summed_together(gradients, placements, mesh)
     for i, x in _exchanged_together(gradients, placements).items():
         parts[i] = PartialSum.of(gradients[i], mesh).after(x, _scattered_axes(mesh))
@@ -190,6 +205,7 @@ def _summed_together(
     gradients: Sequence[jax.Array], placements: Sequence[Placement], mesh: Mesh
 ) -> dict[int, PartialSum]:
     """Returns the sums of small gradients that are not stored in shards, by position: of each dtype one array."""
+    # Small ones that are not sharded are summed over all axes, so their all-reduce has no second step to leave open.
     groups: dict[tuple[jnp.dtype, str], list[int]] = {}
     for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
         is_small = 0 < x.size * x.dtype.itemsize < JOINED_BYTES
@@ -221,8 +237,14 @@ def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Pla
     for members in groups.values():
         first, _ = members[0]
         placement = placements[first]  # for what all of the group have in common
-        # The sharded dim comes first, and is cut into a row for each shard; the rows of all gradients are joined.
-        ordered = [jnp.moveaxis(with_padding(gradients[i], placements[i]), dim, 0) for i, dim in members]
+        # The sharded dim comes first, and is cut into a row for each shard; the rows of all gradients are joined:
+        #
+        #     gradient a    [ a of shard 0 ] [ a of shard 1 ]         row of shard 0    [ a of 0 | b of 0 ]
+        #     gradient b    [ b of shard 0 ] [ b of shard 1 ]   -->   row of shard 1    [ a of 1 | b of 1 ]
+        ordered = []
+        for i, dim in members:
+            padded = with_padding(gradients[i], placements[i])
+            ordered.append(jnp.moveaxis(padded, dim, 0))
         rows = [x.astype(placement.reduce_dtype).reshape(lax.axis_size(FSDP), -1) for x in ordered]
         (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement)
         parts = _split(own_row, [row.shape[1] for row in rows])

@@ -43,7 +43,7 @@ Parameters:
 
 
 @over_axis_p.def_impl
-def _run(x: Any, *, axis: str, dim: int | str | None, tensor_dim: int | None) -> Any:
+def _run(x: jax.Array, *, axis: str, dim: int | str | None, tensor_dim: int | None) -> jax.Array:
     return x
 
 
@@ -60,10 +60,11 @@ mlir.register_lowering(over_axis_p, _lower)
 
 
 def _batched(
-    xs: Sequence[Any], dims: Sequence[int], *, axis: str, dim: int | str | None, tensor_dim: int | None
+    xs: Sequence[jax.Array], dims: Sequence[int], *, axis: str, dim: int | str | None, tensor_dim: int | None
 ) -> tuple[Any, int]:
     """Binds the instruction to an array with one more dim, which `jax.vmap` has inserted."""
-    x, batch_dim = xs[0], dims[0]
+    (x,) = xs
+    (batch_dim,) = dims
 
     def shifted(number: Any) -> Any:
         if isinstance(number, int) and batch_dim <= number:
@@ -77,6 +78,8 @@ def _batched(
 batching.primitive_batchers[over_axis_p] = _batched
 
 
+# A rule of its own, because the gradient has to return to the dim of the operand. Without it the instruction would have
+# no derivative.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def exchanged(x: jax.Array, axis: str, old: int, new: int, tensor_dim: int | None = None) -> jax.Array:
     """Returns the array, split over an inner axis along `new` from here on, and its gradient along `old` before."""
@@ -116,6 +119,8 @@ class InnerPartitioner(Partitioner):
 
     def equation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that define what happens over the axis are not in the table."""
+        # Before the rules, because these collectives of the data shard's program are over other axes: as equations they
+        # would be run over those alone, and the value be left split or partial over this one.
         name = eqn.primitive.name
         if name == "over_axis":
             return [self._follow(eqn, values[0], **eqn.params)]
@@ -129,13 +134,14 @@ class InnerPartitioner(Partitioner):
 
     def _sum_everywhere(self, eqn: JaxprEqn, value: Value) -> Value:
         """Takes a sum over data shards; that of a partial value also over this axis, in one all-reduce."""
+        # Summed apart, over one axis after the other, the second all-reduce would wait for the first.
         if not value.is_partial:
             (x,) = self.bind(eqn, [value.x])
             return value.with_array(x)
         (x,) = self.bind(eqn, [value.x], axes=(*eqn.params["axes"], *self.axes))
         return Value(x)
 
-    def move(self, x: Any, old: int, new: int) -> Any:
+    def move(self, x: jax.Array, old: int, new: int) -> jax.Array:
         """Returns an array split along another dim than before. The compiler would gather it over `tensor` first."""
         if self._tensor_dim is None or TENSOR not in _compat.automatic_axes():
             return super().move(x, old, new)
@@ -154,6 +160,7 @@ class InnerPartitioner(Partitioner):
                 self._fused_operand = result
             return result
         if dim == FUSED:
+            # By identity: the very next equation that takes this value is its collective.
             self._fused_operand = value
             return value
         return self._requested(value, cast(int | None, dim), tensor_dim)
@@ -181,7 +188,7 @@ class InnerPartitioner(Partitioner):
                 return value
             return Value(self.sum(value.x))
         if not self.divides(self.full_shape(value)[dim]):
-            return value
+            return value  # a request, not a promise: the result is the same either way
         with self._on_request(tensor_dim):
             return self.split(value, dim)
 
@@ -202,11 +209,11 @@ class InnerPartitioner(Partitioner):
 
 def over_axes(
     inner: Mapping[str, int],
-    program: Callable[..., Sequence[Any]],
-    arrays: Sequence[Any],
+    program: Callable[..., Sequence[jax.Array]],
+    arrays: Sequence[jax.Array],
     states: Mapping[str, Sequence[State]],
     requested: Mapping[str, Sequence[State]],
-) -> list[Any]:
+) -> list[jax.Array]:
     """Runs `over_axis` over all inner axes, and returns the parts of the results.
 
     Args:
@@ -216,6 +223,7 @@ def over_axes(
         states: by axis, the state of each argument.
         requested: by axis, the states in which the first results leave.
     """
+    # Each axis wraps the program of those before it: the last one is the outermost call, and runs first.
     last_axis = list(inner)[-1] if inner else None
     for axis, degree in inner.items():
         program = functools.partial(
@@ -227,12 +235,12 @@ def over_axes(
 def _parts_of_results(
     axis: str,
     degree: int,
-    program: Callable[..., Sequence[Any]],
+    program: Callable[..., Sequence[jax.Array]],
     states: Sequence[State],
     requested: Sequence[State],
     is_last: bool,
-    *arrays: Any,
-) -> list[Any]:
+    *arrays: jax.Array,
+) -> list[jax.Array]:
     results, _, _ = over_axis(axis, degree, program, arrays, states, requested, is_last=is_last)
     return results
 
@@ -240,13 +248,13 @@ def _parts_of_results(
 def over_axis(
     axis: str,
     degree: int,
-    program: Callable[..., Sequence[Any]],
-    arrays: Sequence[Any],
+    program: Callable[..., Sequence[jax.Array]],
+    arrays: Sequence[jax.Array],
     states: Sequence[State],
     requested: Sequence[State],
     *,
     is_last: bool,
-) -> tuple[list[Any], list[int | None], list[Mixing]]:
+) -> tuple[list[jax.Array], list[int | None], list[Mixing]]:
     """Runs a data shard's program, of arrays that are whole along an inner axis, on the part of one place along it.
 
     Args:
@@ -261,12 +269,14 @@ def over_axis(
     Returns:
         The parts of the results, the dims that they are split along, and the collectives over the axis.
     """
+    # Traced for the whole axis, as a model is for the whole batch; then run on a part by the same rules.
     types = [_whole_type(x, state, degree) for x, state in zip(arrays, states, strict=True)]
     closed = jax.make_jaxpr(program)(*types)
 
     p = InnerPartitioner(axis, degree)
     p.is_last = is_last
     values = [Value(x, state) for x, state in zip(arrays, states, strict=True)]
+    # Results with a requested state are gradients: what flows to them alone may stay partial until then.
     results = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(requested)))
     num_requested = len(requested)
     leaving = [_in_requested_state(p, v, state) for v, state in zip(results, requested, strict=False)]
@@ -276,7 +286,7 @@ def over_axis(
     return [v.x for v in leaving], dims, p.moved
 
 
-def _whole_type(x: Any, state: State, degree: int) -> Any:
+def _whole_type(x: jax.Array, state: State, degree: int) -> ShapedArray:
     """Returns the type of an array over the whole axis, of which `x` is the part of one place."""
     shape = list(x.shape)
     if isinstance(state, int):

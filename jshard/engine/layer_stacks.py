@@ -26,6 +26,7 @@ def note_layers(unit: Unit, rows: Mapping[str, Placement]) -> None:
     """
     if not rows:
         return
+    # Kept beyond the trace, as `mixing` keeps what is sent: a plan is made from shapes, and cannot see the loop.
     key = key_of_unit(unit)
     _paths_seen.setdefault(key, set()).update(rows)
     large = {}
@@ -46,6 +47,7 @@ def note_layers(unit: Unit, rows: Mapping[str, Placement]) -> None:
 
 def _stack_bytes(unit: Unit, rows: Mapping[str, Placement]) -> dict[str, int]:
     """Returns the gathered bytes of each stack of which the plan does not know that it has layers."""
+    # The others are counted by layer in the plan already.
     unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}
     sizes = collections.Counter[str]()
     for path, stack in _stacks(unknown).items():
@@ -55,6 +57,7 @@ def _stack_bytes(unit: Unit, rows: Mapping[str, Placement]) -> dict[str, int]:
 
 def as_traced(plan: ShardPlan) -> ShardPlan:
     """Returns a plan with the layers that the last traced calls of its model gathered one at a time."""
+    # The key of the model's root, by which `note_layers` has recorded them.
     key = key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
     stacks = _stacks(_paths_seen.get(key, ()))
     leaves = [_with_layers(leaf, stacks.get(leaf.path, "")) for leaf in plan.leaves]
@@ -84,7 +87,7 @@ def _stacks(paths: Iterable[str]) -> dict[str, str]:
 
 def _common_module(paths: Iterable[str]) -> str:
     """Returns the longest path of modules that all parameters are inside of; empty for the root."""
-    modules = [path.split("/")[:-1] for path in paths]
+    modules = [path.split("/")[:-1] for path in paths]  # the last name is the parameter's own
     common: list[str] = []
     for names in zip(*modules, strict=False):
         if len(set(names)) > 1:

@@ -80,7 +80,9 @@ class MethodCall:
         self._object_positions = [i for i, leaf in enumerate(self._leaves) if is_nnx(leaf)]
         self.has_objects = bool(self._object_positions)
         self.arrays = [self._leaves[i] for i in self._array_positions]
+        # Split as one graph, so that a variable which the module and an argument share stays one.
         self.graph = (module, tuple(self._leaves[i] for i in self._object_positions))
+        # Parameters apart from other variables: they enter as stored shards, with a plan and a gradient.
         self._graphdef, params, state = nnx.split(self.graph, nnx.Param, ...)
         self.params: FlatState = list(nnx.to_flat_state(params))
         self.state: FlatState = list(nnx.to_flat_state(state))
@@ -98,11 +100,12 @@ class MethodCall:
         """Describes where another call's module differs in structure; empty if it does not."""
         mine = self._types()
         theirs = other._types()
-        different = [path for path in dict.fromkeys([*mine, *theirs]) if mine.get(path) != theirs.get(path)]
-        if different:
-            return "; ".join(
-                f"{dotted(path[1:])}: {mine.get(path, 'none')} and {theirs.get(path, 'none')}" for path in different[:4]
-            )
+        differences = []
+        for path in dict.fromkeys([*mine, *theirs]):
+            if mine.get(path) != theirs.get(path):
+                differences.append(f"{dotted(path[1:])}: {mine.get(path, 'none')} and {theirs.get(path, 'none')}")
+        if differences:
+            return "; ".join(differences[:4])
         if self._graphdef != other._graphdef:
             return "their attributes or annotations differ."
         return ""
@@ -124,6 +127,7 @@ class MethodCall:
         variables: FlatState = []
         for (path, variable), value in zip(self.params + self.state, [*params, *state], strict=True):
             variables.append((path, with_value(variable, value)))
+        # Without a copy, the live graph would hold the caller's own variables, and the method would write to them.
         graph = nnx.merge(self._graphdef, nnx.from_flat_state(variables), copy=True)
         leaves = list(self._leaves)
         for i, x in zip(self._array_positions, arrays, strict=True):
@@ -136,12 +140,12 @@ class MethodCall:
     def write_back(self, changes: FlatState) -> None:
         """Writes the changes of the call to the caller's objects; a variable that is new becomes an attribute."""
         if not changes:
-            return
+            return  # the usual case: a walk over a large model takes time
         nodes = dict(walk(self.graph))
         for path, variable in changes:
             if path in nodes:
                 nodes[path].set_raw_value(variable.get_raw_value())
-            else:
+            else:  # what holds it was there before the call: modules that the method builds are refused
                 parent = nodes[path[:-1]]
                 setattr(parent, str(path[-1]), variable)
 
@@ -190,13 +194,14 @@ class Snapshot:
     def _built_modules(self, live: Live) -> list[str]:
         """Describes the modules that the method built: for each attribute that holds some, its path and their class."""
         # What holds something was there before. An attribute that was None was no module.
-        known = {path[:length] for path in (*self.values, *self.attributes) for length in range(len(path))}
+        known: set[Path] = set()
+        for path in (*self.values, *self.attributes):
+            known.update(path[:length] for length in range(len(path)))
         classes: dict[Path, list[str]] = {}
         for path, x in walk(live.graph):
             is_container = isinstance(x, nnx.List | nnx.Dict)
             if isinstance(x, nnx.Module) and not is_container and path not in known:
-                outermost = next(path[:length] for length in range(len(path) + 1) if path[:length] not in known)
-                classes.setdefault(outermost, []).append(plain_class(x).__name__)
+                classes.setdefault(_outermost_unknown(path, known), []).append(plain_class(x).__name__)
         texts = []
         for path, names in classes.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -222,6 +227,14 @@ class Snapshot:
         if before is x:
             return True
         return type(before) is type(x) and isinstance(x, _PLAIN_VALUES) and before == x
+
+
+def _outermost_unknown(path: Path, known: set[Path]) -> Path:
+    """Returns the shortest beginning of a path that was not there before."""
+    for length in range(len(path)):
+        if path[:length] not in known:
+            return path[:length]
+    return path
 
 
 def _built_inside(places: Sequence[str]) -> CallError:

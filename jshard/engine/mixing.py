@@ -83,6 +83,7 @@ def scope_of(record: Mixing, size: int) -> str:
 
     The last number is the bytes of its result in one execution.
     """
+    # All of the record is in the name, as an audit has nothing but the compiled program.
     place = re.fullmatch(r"(.*):(\d+) \((.*)\)", record.where)
     file, line, function = place.groups() if place else ("", "0", "")
     return f"mixing[{record.kind}|{record.operation}|{file}|{line}|{function}|{size}]"
@@ -128,6 +129,7 @@ def key_of_unit(unit: Unit) -> ModelKey:
 
 def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
     """Returns the mixing communication of a model's last traced calls; empty if none was traced."""
+    # Units as well: one may have been called outside of the model, as a region of its own.
     keys: dict[ModelKey, None] = {}  # in order, each once: equal layers are one record
     for i, unit in enumerate(plan.units):
         is_root = i == 0
@@ -161,6 +163,8 @@ def note(unit: Unit, call: str, part: str, sent: Sequence[Mixing], over: str = "
     records = _summed(sent)
     if unit.policy.fallback == "error":
         _refuse_computed_whole(records)
+    # By class, mesh and placements, not by the object: `js.explain` may be asked with a plan. Bounded, because a
+    # process may make any number of models.
     key = key_of_unit(unit)
     if len(_records) >= _MOST_MODELS and key not in _records:
         oldest = next(iter(_records))
@@ -170,6 +174,7 @@ def note(unit: Unit, call: str, part: str, sent: Sequence[Mixing], over: str = "
 
 
 def _refuse_computed_whole(records: Sequence[Mixing]) -> None:
+    # Communication that has a rule, such as a mean over the batch, is no fallback, however large.
     refused = [record for record in records if record.kind in COMPUTED_WHOLE]
     if not refused:
         return
@@ -183,8 +188,7 @@ def _refuse_computed_whole(records: Sequence[Mixing]) -> None:
 
 
 def _warn_of_large(unit: Unit, model: str, over: str, key: ModelKey, records: Sequence[Mixing]) -> None:
-    gathered_bytes = sum(m.placement.gathered_bytes for m in unit.members if m.placement.dim is not None)
-    limit_bytes = max(WARNED_BYTES, WARNED_SHARE * 3 * gathered_bytes)
+    limit_bytes = _most_bytes_without_warning(unit)
     large = [record for record in records if record.bytes >= limit_bytes and (key, record.where) not in _warned]
     if not large:
         return
@@ -193,13 +197,30 @@ def _warn_of_large(unit: Unit, model: str, over: str, key: ModelKey, records: Se
     if over == CONTEXT:
         how = "looks beyond its part of a sequence, which sends data over the context axis:"
     text = [f"{model} {how}", *_listed(large)]
-    opaque = [r.operation for r in large if r.kind in COMPUTED_WHOLE and r.operation in _OPAQUE]
-    if opaque:
+    operation = _opaque_operation(large)
+    if operation is not None:
         text.append(
-            f"js.per_example(f) around a function f with a {opaque[0]} declares that it treats each example "
+            f"js.per_example(f) around a function f with a {operation} declares that it treats each example "
             "independently."
         )
     _compat.warn_user("\n  ".join(text))
+
+
+def _most_bytes_without_warning(unit: Unit) -> float:
+    """Returns the limit for one line: small beside what the model's parameters send in a step."""
+    gathered_bytes = 0
+    for member in unit.members:
+        if member.placement.dim is not None:
+            gathered_bytes += member.placement.gathered_bytes
+    return max(WARNED_BYTES, WARNED_SHARE * 3 * gathered_bytes)  # gathered twice, reduced once
+
+
+def _opaque_operation(records: Sequence[Mixing]) -> str | None:
+    """Returns the first operation whose inside the engine does not see, if one was computed whole."""
+    for record in records:
+        if record.kind in COMPUTED_WHOLE and record.operation in _OPAQUE:
+            return record.operation
+    return None
 
 
 def _listed(records: Sequence[Mixing]) -> list[str]:

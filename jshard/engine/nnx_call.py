@@ -71,6 +71,7 @@ class _PlannedParam:
 
     @property
     def owner(self) -> str:
+        # One that is never gathered counts as of a unit inside: the region gathers none of these by itself.
         return self.leaf.role if self.placement.gathered else NESTED
 
     @classmethod
@@ -81,6 +82,7 @@ class _PlannedParam:
         leaf = None if unit is None else unit.by_path.get(path_in_module)
         if leaf is None or not is_as_placed(variable, leaf.placement):
             return None
+        # Dtypes follow from the value that is there: a model may be cast after it was annotated.
         leaf = as_stored(leaf, raw(variable).dtype, lambda: units_in(module))
         return cls(path, variable, module, path_in_module, leaf)
 
@@ -90,6 +92,7 @@ class NnxCall:
 
     def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         parts = MethodCall(module, method, args, kwargs)
+        # By the module; by its class where a loop has made a copy of it, which has another id.
         names = _unit_names.get({})
         self._parts = parts
         self._path = names.get(id(module)) or names.get(type(module), "")
@@ -97,39 +100,31 @@ class NnxCall:
         self.name = self._path or plain_class(module).__name__
         self.location = f"{self._path}: {self.where}" if self._path else self.where
 
-        self._planned: dict[int, _PlannedParam] = {}  # by position among the parameters of the call
-        unplanned = []
-        for i, (path, variable) in enumerate(parts.params):
-            param = _PlannedParam.of(parts, path, variable)
-            if param is None:
-                unplanned.append(raw(variable))
-            else:
-                self._planned[i] = param
+        self._planned, unplanned = _divided_params(parts)
         planned = list(self._planned.values())
-        is_outermost = region_mesh() is None
-        if is_outermost:
-            for param in planned:
-                place_variable(param.variable, param.placement, param.unit.mesh)
         self.placements: list[Placement | None] = [param.placement for param in planned]
         self.owners = [param.owner for param in planned]
         self.names = [dotted(param.path[1:]) for param in planned]
-        self.params = [raw(param.variable) for param in planned]
-        if is_outermost:  # traced arrays of a model that was merged from a plain state are not padded yet
-            self.params = [_as_stored(x, param.placement) for x, param in zip(self.params, planned, strict=True)]
+        # Inside another call they are arrays of its trace, and logical.
+        is_outermost = region_mesh() is None
+        self.params = _stored_params(planned) if is_outermost else [raw(param.variable) for param in planned]
 
         # Parameters without a plan are inputs: whole on every device, as state is.
         _, state, arrays = parts.values()
         state_leaves, self._state_tree = jax.tree.flatten((unplanned, state))
+        # A Python number in a variable enters as an array, as by `jax.jit`: what the program is given has a type.
         state_arrays = [jnp.asarray(x) if isinstance(x, NUMBERS) else x for x in state_leaves]
         self.inputs = [*state_arrays, *arrays]
         self.num_state = len(state_arrays)
+        # The structure of state is part of the key, as it says how the program takes its inputs apart.
         self.key: Hashable = (parts.key(), self._state_tree)
-        self.result: Any = None  # an Outcome, from `body` on
+        self.result: Outcome | None = None  # from `body` on
         self.written: Sequence[str] = ()
         self._written_paths: list[Path] = []
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """Returns the input parameters; gradients of padded ones are refused if an optimizer would see the padding."""
+        # `values` may be copies that were gathered beforehand, which are padded no more; what counts is the variable.
         candidates = []
         for param, value in zip(self._planned.values(), values, strict=True):
             candidates.append(PaddedCandidate(param.variable, param.unit, param.path_in_module, value))
@@ -167,6 +162,7 @@ class NnxCall:
             The arrays of the result; and the arrays of changed state, of changed arguments, and of parameters that the
             method wrote: all their values before, then all after.
         """
+        # On a copy: the caller's module must not hold arrays of the trace, which is over when the call returns.
         live = self._live(params, inputs)
         before = Snapshot.of(live)
         arguments = self._parts.arguments.live(live.args, live.kwargs)
@@ -179,12 +175,12 @@ class NnxCall:
         results = border.results(out, arguments, self.location)
         result_arrays, result_leaves = _divided(results.leaves)
         changed_arguments = self._parts.arguments.changes(arguments, self.location)
-        if changed_arguments is None:
-            argument_form = None
-            argument_arrays, argument_leaves = [], []
-        else:
+        argument_form = None
+        leaves_of_arguments: Sequence[Any] = ()
+        if changed_arguments is not None:
             argument_form = changed_arguments.form
-            argument_arrays, argument_leaves = _divided(changed_arguments.leaves)
+            leaves_of_arguments = changed_arguments.leaves
+        argument_arrays, argument_leaves = _divided(leaves_of_arguments)
         state_arrays, state_tree = jax.tree.flatten([raw(v) for _, v in changed_state])
         # Equal calls share the outcome: it must hold no array of this trace, which ends here.
         empty_state = [(path, v.replace(None)) for path, v in changed_state]
@@ -200,7 +196,7 @@ class NnxCall:
         others = iter(unplanned)
         values = [planned[i] if i in planned else next(others) for i in range(len(self._parts.params))]
         live = self._parts.put_together(values, state, inputs[self.num_state :])
-        detach(live.module)
+        detach(live.module)  # of its annotated class, each method that it calls on itself would open a call
         for _, node in walk(live.graph):
             if isinstance(node, nnx.Param) and padding_of(node) is not None:
                 store(node, None, node.get_raw_value())  # inside, arrays are logical
@@ -227,6 +223,7 @@ class NnxCall:
 
     def keep_written(self, numbers: Sequence[int]) -> None:
         """Makes some of the `written` parameters results: the call has changed them, not only passed them on."""
+        assert self.result is not None, "body has run"
         paths = tuple(self._written_paths[i] for i in numbers)
         self.result = dataclasses.replace(self.result, written=paths)
 
@@ -238,6 +235,9 @@ class NnxCall:
         num_written = len(self.written)
         if not num_written:
             return list(outs)
+        # `nnx.remat` and the like write back each variable that they were given. By identity, as these arrays have no
+        # values in a trace: the same array was only passed through. One in another dtype is rounded: written back, it
+        # would take digits from the stored parameter.
         first_before = len(outs) - 2 * num_written
         first_after = len(outs) - num_written
         numbers = []
@@ -254,6 +254,7 @@ class NnxCall:
 
     def finish(self, outs: Sequence[Any], result: "Outcome") -> Any:
         """Writes state back to the caller's objects, and returns the method's result."""
+        # In the order in which `body` has returned them; each reader takes its part.
         arrays = iter(outs)
         leaves = _joined(result.result_leaves, arrays)
         state = list(itertools.islice(arrays, result.state_tree.num_leaves))
@@ -343,6 +344,27 @@ class Outcome:
     arguments: border.Form | None
     argument_leaves: Sequence[tuple | None]
     written: tuple[Path, ...]
+
+
+def _divided_params(parts: MethodCall) -> tuple[dict[int, _PlannedParam], list[Any]]:
+    """Returns the planned parameters of a call, by position among all, and the values of the others."""
+    planned = {}
+    unplanned = []
+    for i, (path, variable) in enumerate(parts.params):
+        param = _PlannedParam.of(parts, path, variable)
+        if param is None:
+            unplanned.append(raw(variable))
+        else:
+            planned[i] = param
+    return planned, unplanned
+
+
+def _stored_params(planned: Sequence[_PlannedParam]) -> list[Any]:
+    """Returns the parameters of an outermost call as they are stored, and places those that are elsewhere."""
+    for param in planned:
+        place_variable(param.variable, param.placement, param.unit.mesh)
+    # Traced arrays of a model that was merged from a plain state are not padded yet.
+    return [_as_stored(raw(param.variable), param.placement) for param in planned]
 
 
 def _divided(leaves: Sequence[Any]) -> tuple[list[Any], list[tuple | None]]:

@@ -55,6 +55,7 @@ def held(x: Any, is_searched: Callable[[Any], bool], *, in_functions: bool) -> I
         is_searched: which arrays.
         in_functions: whether to look into closures, bound methods and iterators, too.
     """
+    # Breadth first, so that the text is a shortest one; and not by recursion, as objects may refer to each other.
     visited: set[int] = set()
     queue: collections.deque[Part] = collections.deque([("", x)])
     while queue and len(visited) < _MOST_OBJECTS:
@@ -80,7 +81,7 @@ def holds(x: Any, is_searched: Callable[[Any], bool]) -> bool:
 def _parts(x: Any, *, in_functions: bool) -> Iterator[Part]:
     """Yields the items and attributes of a value; those of functions and iterators if they are searched."""
     if isinstance(x, dict):
-        for key, item in dict.items(x):
+        for key, item in dict.items(x):  # those of `dict` itself: a class of the user's may compute others
             yield f"[{key!r}]", item
     elif isinstance(x, (list, tuple, set, frozenset, collections.deque)):
         for number, item in enumerate(x):
@@ -129,7 +130,7 @@ def or_iterator(is_leaf: IsLeaf) -> Callable[[Any], bool]:
 def attributes(x: Any) -> dict[str, Any]:
     """Returns the attributes stored in an object, in its dict and its slots."""
     values = dict(getattr(x, "__dict__", {}))
-    for kind in type(x).__mro__:
+    for kind in type(x).__mro__:  # each class may have slots of its own
         if kind.__module__ == "builtins":
             continue
         for name, member in vars(kind).items():
@@ -141,6 +142,7 @@ def attributes(x: Any) -> dict[str, Any]:
 
 def _set_attribute(x: Any, name: str, value: Any) -> None:
     """Stores an attribute as `attributes` returns it, in an object that may be frozen."""
+    # Past `__setattr__` and properties of the class, which may do more than store, or refuse.
     member = inspect.getattr_static(type(x), name, None)
     if isinstance(member, types.MemberDescriptorType):
         member.__set__(x, value)
@@ -230,6 +232,7 @@ class Constant:
 
     value: np.ndarray
 
+    # By identity: NumPy would compare the numbers one by one, and return an array.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constant) and self.value is other.value
 
@@ -249,7 +252,7 @@ def _value_of(leaf: Any, made: list[Any], arguments: Sequence[Any]) -> Any:
 
 def _new_object(form: ObjectForm, leaves: Iterator[Any], made: list[Any], arguments: Sequence[Any]) -> Any:
     """Returns a new object: it exists before its values, which may refer to it."""
-    make: Any = form.kind.__new__
+    make: Any = form.kind.__new__  # without `__init__`, which would compute its attributes again, from other arguments
     new = make(form.kind)
     made.append(new)
     values = form.values.together(leaves, made, arguments)
@@ -344,6 +347,7 @@ class _Flattening:
             is_constant = is_inside and not self._numpy_enters and isinstance(x, np.ndarray)
             self.leaves.append(Constant(x) if is_constant else x)
             return None
+        # Known before its values are looked at: one of them may refer to it.
         self._known[id(x)] = Again(len(self.objects))
         self.objects.append(x)
         named = attributes(x)

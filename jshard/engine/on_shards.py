@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.core import ShapedArray
@@ -19,6 +19,7 @@ from jshard.engine.program import evaluate_jaxpr
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.schedule.barriers import available_together
 from jshard.engine.schedule.prefetch import shards_gathered_by
+from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.unit_call import BACKWARD, FORWARD
 from jshard.engine.unsplit import LocalProduct, TracedCall, products_that_depend, warn_of_whole
@@ -44,13 +45,15 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
         call: the call.
         avals: the types of all its operands, and of copies of parameters after them.
     """
+    # Copies are of earlier calls of this region, and known by their types alone. Those that may be of two parameters
+    # are left out, and gathered again.
     region = call.region
     num_operands = len(call.operands)
     copies = region.copies(avals[num_operands:]) or {}
     num_taken = num_operands + len(copies)
     execution = _Execution(call, [resolved(crossing) for crossing in call.operands], copies)
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
         return execution.run(*arrays[:num_taken])
 
     jaxpr = jax.make_jaxpr(run)(*avals)
@@ -71,7 +74,7 @@ class _Execution:
         kept: how the copies leave that it returns behind them.
     """
 
-    def __init__(self, call: "RegionCall", operands: list[Crossing], copies: Mapping[Any, Crossing]) -> None:
+    def __init__(self, call: "RegionCall", operands: list[Crossing], copies: Mapping[ParameterKey, Crossing]) -> None:
         self._call = call
         self._region = call.region
         self._operands = operands
@@ -79,14 +82,14 @@ class _Execution:
         self._targets = [resolved(target) for target in call.targets]
         self._out_specs: list[PartitionSpec] = []
         self.leaving: list[Crossing] = [Crossing(None)] * len(call.program.jaxpr.out_avals)
-        self.kept: dict[Any, Crossing] = {}
+        self.kept: dict[ParameterKey, Crossing] = {}
 
     @property
     def _entering(self) -> list[Crossing]:
         """How all arrays enter: the operands, then the copies."""
         return [*self._operands, *self._copies.values()]
 
-    def run(self, *arrays: Any) -> list[Any]:
+    def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """Runs it. If one device has the whole batch, nothing is gathered or summed: it runs unchanged."""
         region = self._region
         if region.degree == 1:
@@ -96,7 +99,9 @@ class _Execution:
             functools.partial(self._on_part, region.inner),
             mesh=region.mesh,
             in_specs=tuple(in_specs),
-            out_specs=self._out_specs,  # read after the body is traced, which fills the list
+            # How results leave follows from the rules that computed them. `jax.shard_map` reads this list after it has
+            # traced the body, which fills it.
+            out_specs=self._out_specs,
             axis_names=manual_axes(region.mesh),
             check_vma=False,
         )
@@ -104,8 +109,10 @@ class _Execution:
 
     # ---- inner axes
 
-    def _on_part(self, inner: tuple[str, ...], *xs: Any) -> list[Any]:
+    def _on_part(self, inner: tuple[str, ...], *xs: jax.Array) -> list[jax.Array]:
         """Runs the program on one place along inner axes of a data shard."""
+        # The innermost axis is the outermost call: its partitioner runs the program that those of the other axes, and
+        # the data shard's, have made of it.
         if not inner:
             return self._on_shard(*xs)
         *outer, axis = inner
@@ -131,24 +138,29 @@ class _Execution:
 
     # ---- a data shard
 
-    def _on_shard(self, *xs: Any) -> list[Any]:
+    def _on_shard(self, *xs: jax.Array) -> list[jax.Array]:
         """Runs the program on one data shard: from its parts of the operands to its parts of the results."""
         region = self._region
         call = self._call
         num_operands = len(self._operands)
-        operands = [crossing.enter(x) for crossing, x in zip(self._operands, xs[:num_operands], strict=True)]
+        operands = []
+        for crossing, x in zip(self._operands, xs[:num_operands], strict=True):
+            operands.append(crossing.enter(x))
         copies = {}
         for (key, crossing), x in zip(self._copies.items(), xs[num_operands:], strict=True):
             copies[key] = crossing.enter(x)
+        # A partitioner for each trace: what it caches are tracers of this one.
         batch_sizes = [region.batch] if region.batch else []
         p = ShardedPartitioner(region.mesh, batch_sizes, copies, region.unit.name or "(root)")
         results = self._results(p, operands)
 
         mixing.note(region.unit, region.name, call.part, p.moved)
+        # Of forward alone: the limits of these warnings are for what it computes.
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
             self._warn_of_whole([record for record in p.records if isinstance(record, LocalProduct)])
 
+        # Behind the results, so that these keep their positions whatever was gathered.
         kept = region.keeps(p, self._operands) if call.returns_copies else {}
         self.kept = dict.fromkeys(kept, Crossing(None))
         leaving = self._crossings_of_results(results)
@@ -224,6 +236,9 @@ class _Execution:
 
     def _gather_after_cotangents(self, jaxpr: ClosedJaxpr, operands: list[Value]) -> None:
         """Ties the shards to the other operands of backward: else they would be gathered while forward runs."""
+        # Nothing else holds them back: parameters exist when the step begins. Only the shards that this program gathers
+        # are tied, and nothing where it gathers none (ZeRO-2): residuals would wait for cotangents, and all be in
+        # memory until then. Pieces exist once forward has run; what is on the host is fetched when it is read.
         gathered = shards_gathered_by(jaxpr.jaxpr, operands, {name for name, *_ in self._copies})
         shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
         cotangents = [v for v in operands if not v.is_stored]
@@ -238,6 +253,8 @@ class _Execution:
         num_results = len(leaving) - len(self.kept)
         self.leaving = leaving[:num_results]
         self.kept = dict(zip(self.kept, leaving[num_results:], strict=True))
+        # In place: `jax.shard_map` was given this list. With inner axes it is called once for each, the last time with
+        # what leaves the region.
         self._out_specs[:] = map(self._region.spec, leaving, ndims)
 
 

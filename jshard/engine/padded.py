@@ -75,6 +75,7 @@ def as_plain(module: nnx.Module, unit: Unit) -> Iterator[None]:
         before = candidate.variable.get_raw_value()
         if candidate.value is not before:
             replaced.append(_Replaced(candidate.variable, before, candidate.value))
+    # Past the home of the variable, which would place what is written as planned: padded, or on the host again.
     for entry in replaced:
         _compat.write_past_home(entry.variable, entry.during)
     try:
@@ -82,7 +83,7 @@ def as_plain(module: nnx.Module, unit: Unit) -> Iterator[None]:
     finally:
         for entry in replaced:
             is_written = entry.variable.get_raw_value() is not entry.during
-            if not is_written:
+            if not is_written:  # else the variable has a new value, which stays
                 _compat.write_past_home(entry.variable, entry.before)
 
 
@@ -96,7 +97,7 @@ def _plain_parameters(module: nnx.Module, unit: Unit, *, is_offloaded: bool) -> 
         if is_offloaded and _compat.on_host(x):
             x = fetched(x)
         params.append(PaddedCandidate(variable, unit, path, x))
-    # Only a traced array can be differentiated.
+    # Only a traced array can be differentiated, and to guard an array is to make another one.
     positions = []
     for i, param in enumerate(params):
         if padding_of(param.variable) is not None and _compat.is_tracer(param.value):

@@ -14,7 +14,7 @@ An equation is tried in this order, and the first that returns results has run i
 """
 
 import contextlib
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,7 +70,7 @@ class Partitioner:
         self.batch_sizes = set(batch_sizes)
         self.records: list[Mixing | LocalProduct] = []
         self.carry_states: dict[Hashable, CarryStates] = {}
-        self.random_bits: dict[tuple, Any] = {}
+        self.random_bits: dict[tuple, Callable[[jax.Array], jax.Array]] = {}
         self.trips = 1
         self.is_last = True
         self.is_quiet = degree == 1
@@ -149,6 +149,7 @@ class Partitioner:
         num_flops = flops(eqn)
         if not num_flops or results[0].provenance is not None:
             return
+        # Split operands do not say that each shard multiplies its part: they may have been gathered for this equation.
         is_on_shards = any(v.is_split or v.is_partial for v in operands)
         if is_on_shards and self._gathered_eqn is not eqn:
             product = LocalProduct(num_flops * self.trips / self.degree, False, "", ())
@@ -166,6 +167,8 @@ class Partitioner:
 
         It is empty if unknown.
         """
+        # From the inside out: an equation of one of the library's own functions has no line of the user, and one of the
+        # calls around it has.
         for candidate in (eqn, *reversed(self._eqn_stack)):
             if candidate is None:
                 continue
@@ -181,22 +184,22 @@ class Partitioner:
         """Number of this shard."""
         return lax.axis_index(self.axes)
 
-    def gather(self, x: Any, dim: int) -> Any:
+    def gather(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns all shards of an array, one after the other along `dim`."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # by their data, whose first dims are those of the keys
             bits = lax.all_gather(jax.random.key_data(x), self.axes, axis=dim, tiled=True)
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
         return lax.all_gather(x, self.axes, axis=dim, tiled=True)
 
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: jax.Array) -> jax.Array:
         """Returns the sum over the shards, on every shard."""
         return lax.psum(x, self.axes)
 
-    def move(self, x: Any, old: int, new: int) -> Any:
+    def move(self, x: jax.Array, old: int, new: int) -> jax.Array:
         """Returns an array split along another dim than before."""
         return lax.all_to_all(x, self.axes, split_axis=new, concat_axis=old, tiled=True)
 
-    def local_slice(self, x: Any, dim: int) -> Any:
+    def local_slice(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns this shard's part of a whole array."""
         size = x.shape[dim] // self.degree
         return lax.dynamic_slice_in_dim(x, self.shard * size, size, dim)
@@ -212,7 +215,7 @@ class Partitioner:
             value.conversions[None] = Value(self._combined(value))
         return value.conversions[None]
 
-    def _combined(self, value: Value) -> Any:
+    def _combined(self, value: Value) -> jax.Array:
         """Returns the whole array of a partial or a split value."""
         if value.is_partial:
             with self.sends("sum", self.eqn, value.bytes):
@@ -235,9 +238,10 @@ class Partitioner:
             value.conversions[dim] = Value(self._part(value, dim), dim)
         return value.conversions[dim]
 
-    def _part(self, value: Value, dim: int) -> Any:
+    def _part(self, value: Value, dim: int) -> jax.Array:
         """Returns this shard's part of a value along a dim, by whatever sends least."""
         is_combined = None in value.conversions  # then a slice of that sends nothing
+        # A reduce-scatter sends half of what an all-reduce does; an all-to-all sends what a shard has, a gather all.
         if value.is_partial and not is_combined:
             with self.sends("sum", self.eqn, value.bytes // self.degree):
                 return lax.psum_scatter(value.x, self.axes, scatter_dimension=dim, tiled=True)
@@ -255,6 +259,7 @@ class Partitioner:
         """Returns a whole value as a partial one: the first shard has it, the others zeros."""
         if value.is_partial:
             return value
+        # Not an equal share for each shard: integers have none, and floats would be rounded.
         x = self.whole(value).x
         return Value(jnp.where(self.shard == 0, x, jnp.zeros_like(x)), PARTIAL)
 
@@ -293,6 +298,7 @@ class Partitioner:
             args: its arguments.
             gradients: positions of results that are gradients. What flows to them alone is summed at the end.
         """
+        # In the order of the user's program, which is also that in which collectives are emitted.
         variables: dict[Var, Value] = {}
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
             variables[variable] = const if isinstance(const, Value) else Value(const)
@@ -308,12 +314,13 @@ class Partitioner:
         self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
         try:
             for eqn in jaxpr.eqns:
+                # Under the names and the line that the equation has, which profiles, audits and errors show.
                 with _compat.running(eqn):
                     results = self._run_checked(eqn, [look_up(atom) for atom in eqn.invars])
                 variables.update(zip(eqn.outvars, results, strict=True))
         finally:
             self._needed_elsewhere = outer
-        return [look_up(atom) for atom in jaxpr.outvars]
+        return [look_up(atom) for atom in jaxpr.outvars]  # in any state: who needs another one converts
 
     def is_for_gradients(self, variable: Var) -> bool:
         """Returns whether a variable of the program that runs flows to gradients alone."""
@@ -367,6 +374,7 @@ class Partitioner:
     def equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Runs one equation: see the order at the top of this file."""
         states = record_of(eqn).operand_states
+        # Loops and calls pass stored shards on unread: the program inside may be a unit's, which gathers them in time.
         if states is not OperandStates.ANY_OR_STORED:
             operands = [self.read(v) for v in operands]
         if states.is_always_called:
@@ -374,6 +382,7 @@ class Partitioner:
             # Its operands were not made ready for any other way to compute it.
             assert results is not None, f"{eqn.primitive.name} has no result"
             return results
+        # Before the rules: they would sum first, and the sum of a gradient would be taken more than once on its way.
         if any(v.is_partial for v in operands):
             results = linear.apply_linear(self, eqn, operands)
             if results is not None:
@@ -416,6 +425,8 @@ class Partitioner:
         results = [Value(x) for x in arrays]
         if eqn.effects:
             return results
+        # Left whole, all that follows would be computed for the whole batch on every device as well: one operation
+        # without a rule would cost the rest of the model.
         split_sizes = {v.dim: self.full_shape(v)[v.dim] for v in operands if v.is_split}
         return [self._split_again(result, split_sizes) for result in results]
 
@@ -435,7 +446,7 @@ class Partitioner:
         split.conversions[None] = result  # who reads it whole need not gather it
         return split
 
-    def bind(self, eqn: JaxprEqn, xs: Sequence[Any], **params: Any) -> list[Any]:
+    def bind(self, eqn: JaxprEqn, xs: Sequence[jax.Array], **params: Any) -> list[jax.Array]:
         """Runs the primitive of an equation on other arrays, with some parameters changed."""
         for name in ("sharding", "out_sharding"):
             if name in eqn.params:

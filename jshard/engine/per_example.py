@@ -53,7 +53,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = _arguments_of(args, kwargs, in_axes, name)
         num_examples = _num_examples(arguments, name)
-        trees = []
+        trees = []  # the structure of the results, from each trace of `run`; all are equal
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             args, kwargs = arguments.rebuild(arrays)
@@ -61,6 +61,8 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
             trees.append(tree)
             return outs
 
+        # Traced for the whole batch, although only shards run it: so mistakes are found where the function is called,
+        # and the structure of its results is known.
         program = jax.make_jaxpr(run)(*arguments.arrays)
         _refuse_closed_over(program, name)
         body = Body(run, arguments.dims, (0,) * len(program.out_avals), name)
@@ -138,6 +140,7 @@ def _arguments_of(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> _Argum
             why=f"in_axes={in_axes!r} for {len(args)} arguments; each must be 0 or None.",
             do=f"js.per_example(fn, in_axes={(0,) * len(args)})",
         )
+    # `in_axes` has one entry for each argument, which may be a tree; each of its arrays has that axis.
     leaves, tree = jax.tree.flatten((args, kwargs))
     axes: list[int | None] = []
     for axis, argument in zip(axis_per_argument, args, strict=True):
@@ -176,7 +179,7 @@ def _different_sizes(arguments: _Arguments, name: str) -> CallError:
     shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arguments.arrays)
     declared = [x for x, dim in zip(arguments.arrays, arguments.dims, strict=True) if dim == 0]
     first_size = next((x.shape[0] for x in declared if x.ndim), None)
-    likely_axes = []
+    likely_axes = []  # for the advice: what has as many rows as the first array is taken for examples
     for x in arguments.arrays:
         has_examples = x.ndim > 0 and x.shape[0] == first_size
         likely_axes.append(0 if has_examples else None)
@@ -191,7 +194,7 @@ def _different_sizes(arguments: _Arguments, name: str) -> CallError:
 def _place(fn: Callable) -> str:
     """Returns the name of a function, with its file and line."""
     function = inspect.unwrap(fn)
-    while isinstance(function, functools.partial):
+    while isinstance(function, functools.partial):  # which has neither a name nor a file
         function = inspect.unwrap(function.func)
     name = getattr(function, "__qualname__", type(function).__name__)
     code = getattr(function, "__code__", None)

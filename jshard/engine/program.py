@@ -21,7 +21,7 @@ from jshard.engine.values import has_gradient
 from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
 Atom: TypeAlias = Var | Literal
-Bind = Callable[[JaxprEqn, list[Any]], list[Any]]
+Bind = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
 T = TypeVar("T")
 
 
@@ -38,6 +38,8 @@ class Program:
         self.jaxpr = jaxpr
         self.num_params = num_params
         self.remat = remat
+        # By what it is differentiated with respect to. A cache of this object: a module's would keep each program
+        # alive.
         self.gradient = functools.cache(functools.partial(Gradient, self))
 
 
@@ -64,6 +66,8 @@ class Gradient:
         self.is_float: list[bool] = []
         self._tree: Any = None  # of the function from cotangents to gradients, whose leaves are the residuals
 
+        # `jax.vjp` is called inside a trace. What it saves are then variables of a jaxpr, of which it can be said what
+        # each depends on, and which of them backward reads.
         closed = jax.make_jaxpr(self._forward)(*map(abstract, program.jaxpr.jaxpr.invars))
         jaxpr = closed.jaxpr
         num_outs = len(self.is_float)
@@ -73,24 +77,26 @@ class Gradient:
         self._residuals = jaxpr.outvars[num_outs:]
 
         # Residuals that follow from the parameters alone are not kept: backward computes them again.
+        # What has effects counts as data: it must not run a second time.
         of_data = dependents(jaxpr, jaxpr.invars[program.num_params :])
         distinct = dict.fromkeys(atom for atom in self._residuals if isinstance(atom, Var))
         self.kept = [v for v in distinct if v in of_data]
         self._recomputed = _equations_for(jaxpr, {v for v in distinct if v not in of_data})
         self._unused: list[Var] = []
         self._backwards: dict[tuple[bool, ...], ClosedJaxpr] = {}
-        self._drop_unneeded()
+        self._drop_unneeded()  # before forward is made: it returns what is left
         self.forward = ClosedJaxpr(_compat.with_results(jaxpr, [*self._outs, *self.kept]), closed.consts)
 
-    def _forward(self, *operands: Any) -> tuple[list[Any], list[Any]]:
+    def _forward(self, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs the program; returns its results and all residuals, and notes what they are."""
         fixed = others(self.wrt, operands)
 
-        def run(diff: list[Any]) -> tuple[list[Any], list[Any]]:
+        def run(diff: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = evaluate_jaxpr(self.program.jaxpr, merged(self.wrt, diff, fixed))
             self.is_float = [has_gradient(x) for x in outs]
             return picked(self.is_float, outs), others(self.is_float, outs)
 
+        # Results that are no floats are aux: JAX would demand a cotangent of type float0 for each.
         run = checkpointed(run, self.program.remat)
         float_outs, vjp, other_outs = jax.vjp(run, picked(self.wrt, operands), has_aux=True)
         residuals, self._tree = jax.tree.flatten(vjp)
@@ -103,11 +109,13 @@ class Gradient:
 
     def backward_given(self, live: tuple[bool, ...], which: Sequence[bool]) -> ClosedJaxpr:
         """Returns backward, which takes some of the parameters from further operands, the last ones."""
+        # The operands in front stay, for one order of operands in both forms; of these parameters only the type is
+        # read.
         jaxpr = self.backward(live)
         num_params = len(which)
         num_given = sum(which)
 
-        def backward(*operands: Any) -> list[Any]:
+        def backward(*operands: jax.Array) -> list[jax.Array]:
             first_given = len(operands) - num_given
             given = operands[first_given:]
             params = merged(which, given, others(which, operands[:num_params]))
@@ -136,7 +144,9 @@ class Gradient:
         each result that is a float.
         """
 
-        def tangents(params: Sequence[Any], kept: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        def tangents(
+            params: Sequence[jax.Array], kept: Sequence[jax.Array], tangents: Sequence[jax.Array]
+        ) -> list[jax.Array]:
             vjp = jax.tree.unflatten(self._tree, self._residual_values(params, kept))
             results = picked(self.is_float, [abstract(atom) for atom in self._outs])
             return _compat.tangents_of(vjp, tangents, results)
@@ -150,6 +160,8 @@ class Gradient:
 
         Autodiff also keeps what a stopped gradient would need, such as the scores whose maximum a softmax subtracts.
         """
+        # With fewer cotangents fewer residuals are needed. But forward is one program for all losses, so it keeps what
+        # the loss needs that uses all results.
         live = tuple(self.is_float)
         first = self.program.num_params
         last = first + len(self.kept)
@@ -168,7 +180,9 @@ class Gradient:
     def _traced_backward(self, live: tuple[bool, ...]) -> ClosedJaxpr:
         """Returns the backward program that takes all kept values."""
 
-        def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def backward(
+            params: Sequence[jax.Array], kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+        ) -> list[jax.Array]:
             residuals = self._residual_values(params, kept)
             zeros = [_zeros(atom) for atom in others(live, self._outs)]
             every_cotangent = merged(live, cotangents, zeros)
@@ -178,18 +192,19 @@ class Gradient:
         avals = [list(map(abstract, group)) for group in (self._params, self.kept, picked(live, self._outs))]
         return jax.make_jaxpr(backward)(*avals)
 
-    def _residual_values(self, params: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    def _residual_values(self, params: Sequence[jax.Array], kept: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the values of all residuals; those that follow from the parameters alone are computed again."""
         env = dict(self._consts)
         env.update(zip(self._params, params, strict=True))
         env.update(zip(self.kept, kept, strict=True))
         for v in self._unused:
-            env[v] = _zeros(v)  # nothing of a gradient reads them
+            env[v] = _zeros(v)  # nothing of a gradient reads them; `jax.vjp` takes all of its residuals
         return _evaluate(self._recomputed, env, self._residuals)
 
 
 def _equations_for(jaxpr: Jaxpr, results: set[Var]) -> list[JaxprEqn]:
     """Returns the equations that are needed to compute some variables, in order."""
+    # From the last one back, so that each equation is met after all of its readers.
     needed = set(results)
     equations = []
     for eqn in reversed(jaxpr.eqns):
@@ -211,11 +226,13 @@ def checkpointed(f: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
 def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a name to the result of every second product with weights, beginning with the first."""
 
-    def run(*args: Any) -> Any:
+    # A policy of `jax.checkpoint` sees one equation at a time, and cannot count. So products are named before, and the
+    # policy keeps names.
+    def run(*args: jax.Array) -> Any:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
         is_turn = itertools.cycle([True, False])
 
-        def bind(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+        def bind(eqn: JaxprEqn, xs: list[jax.Array]) -> list[jax.Array]:
             if eqn.primitive.name == "jit":
                 return evaluate_jaxpr(eqn.params["jaxpr"], xs, bind)
             results = _compat.bind(eqn, xs)
@@ -241,7 +258,7 @@ def _zeros(a: Atom) -> jax.Array:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[Any], bind: Bind = _compat.bind) -> list[Any]:
+def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[jax.Array], bind: Bind = _compat.bind) -> list[jax.Array]:
     """Runs a closed jaxpr inline, like `jax.core.eval_jaxpr`, keeping the user's lines and names."""
     jaxpr = closed.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
@@ -250,7 +267,7 @@ def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[Any], bind: Bind = _c
 
 def _evaluate(
     equations: Sequence[JaxprEqn], env: dict[Var, Any], results: Sequence[Atom], bind: Bind = _compat.bind
-) -> list[Any]:
+) -> list[jax.Array]:
     """Runs equations on the values in `env`, which gets theirs; returns the values of some atoms."""
 
     def read(atom: Atom) -> Any:
@@ -265,6 +282,7 @@ def _evaluate(
 
 def dependents(jaxpr: Jaxpr, variables: Sequence[Var]) -> set[Var]:
     """Returns some variables, those that depend on them, and the results of equations with effects."""
+    # A random number or a callback with an effect may differ each time, whatever it depends on.
     dependent = set(variables)
     for eqn in jaxpr.eqns:
         if eqn.effects or any(isinstance(atom, Var) and atom in dependent for atom in eqn.invars):
@@ -287,5 +305,9 @@ def others(which: Sequence[bool], xs: Sequence[T]) -> list[T]:
 
 def merged(which: Sequence[bool], marked: Sequence[T], rest: Sequence[T]) -> list[T]:
     """Marked and other values in one list again."""
-    marked_it, rest_it = iter(marked), iter(rest)
-    return [next(marked_it) if is_marked else next(rest_it) for is_marked in which]
+    remaining_marked = iter(marked)
+    remaining_rest = iter(rest)
+    merged_values = []
+    for is_marked in which:
+        merged_values.append(next(remaining_marked) if is_marked else next(remaining_rest))
+    return merged_values

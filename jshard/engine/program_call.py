@@ -51,7 +51,7 @@ class ProgramCall(abc.ABC):
     adjoint: "Adjoint | None"
 
     @abc.abstractmethod
-    def bind(self, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Calls the program on operands; returns its results, then copies."""
 
     @abc.abstractmethod
@@ -70,7 +70,9 @@ class ProgramCall(abc.ABC):
         linear operands.
         """
 
-    def copies_of(self, outs: Sequence[Any], primals: Sequence[Any], staged: ClosedJaxpr | None) -> Sequence[Any]:
+    def copies_of(
+        self, outs: Sequence[jax.Array], primals: Sequence[jax.Array], staged: ClosedJaxpr | None
+    ) -> Sequence[jax.Array]:
         """Returns the copies that an equation returns, given those that its derivative's forward has returned."""
         del primals, staged
         return outs
@@ -116,6 +118,7 @@ class Pushforward:
     @classmethod
     def order_of(cls, has_tangent: Sequence[bool], num_targets: int) -> tuple[int, ...]:
         """Returns the order in which gradients, results with a target, and their tangents come first."""
+        # A call says of its first results how they leave: the tangent of a gradient is stored like the gradient.
         num_results = len(has_tangent)
         results_with_tangent = [i for i, has in enumerate(has_tangent) if has]
         tangent_of = {result: num_results + k for k, result in enumerate(results_with_tangent)}
@@ -160,11 +163,11 @@ class MappedCall:
     call: ProgramCall
     is_mapped: tuple[bool, ...]
 
-    def enter(self, operands: Sequence[Any]) -> list[Any]:
+    def enter(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns operands, mapped along dim 0, as the call takes them."""
         return list(operands)
 
-    def leave(self, results: Sequence[Any]) -> list[Any]:
+    def leave(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns results, mapped along dim 0, as those of the call that was mapped."""
         return list(results)
 
@@ -180,6 +183,9 @@ def jvp_rule(
         call: the parameter of the equation.
         jaxpr: the other parameter. An equation that has it may be part of a jaxpr, with a fixed number of results.
     """
+    # JAX has no rule for reverse mode: it linearises by this rule, which must leave an equation that is linear in the
+    # tangents, and transposes that. So residuals are results of one equation and operands of the other, and backward is
+    # what the transpose of the second one calls.
     num_operands = len(call.program.jaxpr.in_avals)
     wrt = _differentiated(primals[:num_operands], tangents[:num_operands], call.constants)
     if not any(wrt):
@@ -192,7 +198,7 @@ def jvp_rule(
     except (NotImplementedError, TypeError, ValueError):
         # Not each function can be linearised: a loop that runs until a condition holds has forward mode alone.
         if any(isinstance(t, partial_eval.JaxprTracer) for t in nonzero_tangents):
-            raise  # this is linearisation
+            raise  # this is linearisation, for reverse mode: with unknown tangents, results would be unknown as well
         return _pushed_forward(primals, nonzero_tangents, wrt, call)
     outs = derivative.forward.bind(primals)
     num_results = len(derivative.has_tangent)
@@ -200,6 +206,8 @@ def jvp_rule(
     residuals = outs[num_results:num_saved]
     copies = outs[num_saved:]
 
+    # Parameters are operands of the linear map, which computes again what depends on them alone: see `Gradient.kept`.
+    # So no gathered parameter is a residual.
     params = primals[: call.program.num_params]
     result_tangents = derivative.linear.bind([*params, *residuals, *nonzero_tangents, *copies])
 
@@ -215,6 +223,8 @@ def jvp_rule(
 
 def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], constants: frozenset[int]) -> tuple[bool, ...]:
     """Returns for each operand whether the derivative is with respect to it."""
+    # A copy of a parameter that forward kept is no variable of its own: the parameter, which is an operand as well, has
+    # the derivative. With one for both, it would be counted twice.
     wrt = []
     for position, (primal, tangent) in enumerate(zip(primals, tangents, strict=True)):
         has_tangent = not isinstance(tangent, ad.Zero) and has_gradient(primal)
@@ -237,7 +247,7 @@ def _pushed_forward(
     return results, merged(pushforward.has_tangent, result_tangents, zeros)
 
 
-def _zero_tangent(x: Any) -> ad.Zero:
+def _zero_tangent(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
@@ -246,6 +256,7 @@ def transpose_rule(
 ) -> list[Any]:
     """Calls backward, or the transpose of a program that is no derivative; returns cotangents of linear operands."""
     del jaxpr
+    # A result that the loss does not use has no cotangent: backward is traced for the others.
     live = tuple(not isinstance(ct, ad.Zero) for ct in cotangents)
     if not any(live):
         return [None] * len(operands)
@@ -256,25 +267,24 @@ def transpose_rule(
 
     transposed = call.transposed(linear, live)
     results = transposed.bind([*known, *picked(live, cotangents), *copies])
-    gradients = [
-        placed_like(x, operand.aval)
-        for x, operand in zip(results, picked(linear, operands[:num_operands]), strict=True)
-    ]
+    gradients = []
+    for x, operand in zip(results, picked(linear, operands[:num_operands]), strict=True):
+        gradients.append(placed_like(x, operand.aval))  # of an offloaded parameter: in host memory
     no_gradients = [None] * (num_operands - len(gradients))
     return [*merged(linear, gradients, no_gradients), *[None] * len(copies)]
 
 
 def batch_rule(
-    operands: Sequence[Any], dims: Sequence[int | None], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
-) -> tuple[list[Any], list[int | None]]:
+    operands: Sequence[jax.Array], dims: Sequence[int | None], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
+) -> tuple[list[jax.Array], list[int | None]]:
     """Calls the program over one more dim; returns results and where each has that dim."""
     num_operands = len(call.program.jaxpr.in_avals)
     is_mapped = [dim is not None for dim in dims]
-    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-    rows_first = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
+    size = mapped_size(operands, dims)
+    rows_first = [_with_rows_first(x, dim) for x, dim in zip(operands, dims, strict=True)]
     copies = rows_first[num_operands:]
     if any(is_mapped[num_operands:]):
-        copies = []  # gathered again
+        copies = []  # a copy for each row is no copy of the parameter: it is gathered again
 
     mapped = call.mapped(size, tuple(is_mapped[:num_operands]))
     outs = mapped.call.bind([*mapped.enter(rows_first[:num_operands]), *copies])
@@ -295,6 +305,18 @@ def batch_rule(
 _FIRST = 0  # the dim along which mapped operands and results have their rows
 
 
+def mapped_size(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
+    """Returns the number of rows of the operands that are mapped; JAX has compared them."""
+    for x, dim in zip(operands, dims, strict=True):
+        if dim is not None:
+            return x.shape[dim]
+    raise ValueError("Nothing is mapped.")
+
+
+def _with_rows_first(x: jax.Array, dim: int | None) -> jax.Array:
+    return x if dim is None else jnp.moveaxis(x, dim, _FIRST)
+
+
 # ---- programs that the rules of all calls need
 
 
@@ -303,6 +325,8 @@ def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> 
 
     A result that does not depend on a mapped operand, such as state that follows from the parameters, has no such dim.
     """
+    # Asked beforehand, as `jax.vmap` takes `out_axes` before it runs. With 0 for each, what does not depend would be
+    # repeated for each row, and state of a model would change its shape.
     mapped_operands = picked(is_mapped, jaxpr.jaxpr.invars)
     depends = dependents(jaxpr.jaxpr, mapped_operands)
     results = tuple(not _compat.is_literal(atom) and atom in depends for atom in jaxpr.jaxpr.outvars)
@@ -311,7 +335,7 @@ def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> 
         shape = (size, *aval.shape) if has_rows else aval.shape
         rows.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 
-    def run(*xs: Any) -> list[Any]:
+    def run(*xs: jax.Array) -> list[jax.Array]:
         return evaluate_jaxpr(jaxpr, xs)
 
     mapped = jax.vmap(
@@ -328,11 +352,11 @@ def transposed_program(jaxpr: ClosedJaxpr, linear: Sequence[bool], live: Sequenc
     avals = [abstract(v) for v in jaxpr.jaxpr.invars]
     num_known = len(avals) - sum(linear)
 
-    def transposed(*operands: Any) -> list[Any]:
+    def transposed(*operands: jax.Array) -> list[jax.Array]:
         known = operands[:num_known]
         cotangents = operands[num_known:]
 
-        def of_linear(*xs: Any) -> list[Any]:
+        def of_linear(*xs: jax.Array) -> list[jax.Array]:
             return picked(live, evaluate_jaxpr(jaxpr, merged(linear, xs, known)))
 
         return list(jax.linear_transpose(of_linear, *picked(linear, avals))(list(cotangents)))
@@ -355,12 +379,12 @@ def pushforward_program(
     """Returns the program that computes results and tangents, in an order, from operands and the tangents of some."""
     avals = [abstract(v) for v in jaxpr.jaxpr.invars]
 
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: jax.Array) -> list[jax.Array]:
         primals = operands[: len(avals)]
         tangents = operands[len(avals) :]
         fixed = others(wrt, primals)
 
-        def of_variables(*variables: Any) -> list[Any]:
+        def of_variables(*variables: jax.Array) -> list[jax.Array]:
             return evaluate_jaxpr(jaxpr, merged(wrt, variables, fixed))
 
         results, result_tangents = jax.jvp(of_variables, tuple(picked(wrt, primals)), tuple(tangents))

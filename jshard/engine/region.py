@@ -44,6 +44,7 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
         with as_plain(module, unit):
             return method(module, *args, **kwargs)
     call = NnxCall(module, method, args, kwargs)
+    # Looked at once, from the outermost call: it walks over all of the model.
     if not units.in_region_trace():
         _refuse_late_annotations(module, call)
         call.warn(unit)
@@ -68,6 +69,8 @@ def _refuse_late_annotations(module: nnx.Module, call: NnxCall) -> None:
 
 def run_call(call: Call, name: str, unit: Unit) -> Any:
     """Runs a call that an adapter has split: as the region itself, or as a unit inside it."""
+    # The outermost call traces the whole model, in which a call of an inner unit only becomes an equation. So there is
+    # one `shard_map` for a model, whatever is annotated inside.
     if units.in_region_trace():
         return _call_unit(call, name, unit)
     _check_surroundings(call, unit)
@@ -122,6 +125,7 @@ def _open_region(call: Call, unit: Unit) -> Any:
     params = call.guarded(entering)
     with units.region_trace(cast(Mesh, unit.mesh)):
         program, consts = _trace(call, unit, params)
+    # Constants of the trace are operands: as constants of the program, arrays would be whole on every device.
     operands = [*params, *call.inputs, *consts]
     region = _region_of(unit, call, consts)
     region_call = RegionCall(
@@ -164,6 +168,8 @@ def _trace(call: Call, unit: Unit, params: Sequence[Any]) -> tuple[Program, list
     def run(params: list[Any], inputs: list[Any]) -> list[Any]:
         gathered = []
         for x, placement, owner in zip(params, call.placements, call.owners, strict=True):
+            # In the program, so that its transpose casts the gradient to the stored dtype again. Inner units cast what
+            # is theirs.
             if placement is not None and owner != NESTED:
                 x = x.astype(placement.gathered_dtype)
             gathered.append(x)
@@ -172,7 +178,7 @@ def _trace(call: Call, unit: Unit, params: Sequence[Any]) -> tuple[Program, list
     logical = []
     for x, of_call, placement in zip(params, call.params, call.placements, strict=True):
         aval = abstract(x)
-        if placement is not None:
+        if placement is not None:  # the user's program sees parameters without padding
             shape = stored.without_padding(abstract(of_call), placement).shape
             aval = jax.ShapeDtypeStruct(shape, aval.dtype)
         logical.append(aval)
@@ -207,6 +213,7 @@ def _inputs_entering(region: Region, inputs: Sequence[Any]) -> list[Crossing]:
     entering = []
     for x in inputs:
         is_split = bool(region.batch) and x.ndim > 0 and x.shape[0] == region.batch
+        # Over `expert` examples are split, too: its devices have different experts, and share the rest of the work.
         inner = {EXPERT: 0} if is_split and EXPERT in region.inner else {}
         may_have_sequence = is_split or not region.batch
         if length and may_have_sequence and x.ndim > 1 and x.shape[1] == length:
@@ -239,6 +246,7 @@ def _sequence_length(region: Region) -> int:
 
 def _copies_of(call: Call) -> list[Any]:
     """Returns the copies gathered beforehand for the parameters of this call, if all gathered parameters have one."""
+    # All or none: a program either gathers its parameters or has them.
     copies = gathered_copies.get()
     none: list[Any] = [None] * len(call.params)
     if copies is None:
@@ -246,7 +254,7 @@ def _copies_of(call: Call) -> list[Any]:
     of_params = [copies.by_id.get(id(x)) for x in call.params]
     for copy, placement in zip(of_params, call.placements, strict=True):
         if copy is None and placement is not None and placement.gathered:
-            copies.missed = True
+            copies.missed = True  # this call gathers on its own, which is worth a warning
             return none
     copies.taken.update(id(x) for x in call.params)
     return of_params

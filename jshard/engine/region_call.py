@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +41,9 @@ Params:
 """
 
 
+# Compared by identity, as jaxprs are: equations that share a call share its derivatives and its program on shards. Held
+# weakly by JAX's caches, which have the parameters of equations as keys: a call holds programs, and the latest
+# thousands of them would stay in memory.
 @_compat.hold_weakly
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RegionCall(ProgramCall):
@@ -74,19 +76,22 @@ class RegionCall(ProgramCall):
     constants: frozenset[int] = frozenset()
     constant_results: frozenset[int] = frozenset()
     adjoint: Adjoint | None = None
-    _derivatives: dict[Any, Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
-    _partitions: dict[Any, Partition] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _derivatives: dict[tuple[bool, ...], Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _partitions: dict[tuple[ShapedArray, ...], Partition] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __repr__(self) -> str:
         """Returns what a printed jaxpr shows of it."""
         return f"<{self.part} of {self.region.name}>"
 
-    def bind(self, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Calls the program."""
         return region_p.bind(*operands, call=self, jaxpr=None, used=None)
 
     def leaving(self) -> Sequence[Crossing]:
         """Returns how the results leave."""
+        # Any of them: a copy that enters is the same parameter, gathered before, so results leave in the same way.
         partition = next(iter(self._partitions.values()), None)
         if partition is None:  # another call runs in its place: one over more dims, or that of a derivative
             partition = self.partitioned(self.avals)
@@ -94,6 +99,8 @@ class RegionCall(ProgramCall):
 
     def partitioned(self, avals: Sequence[ShapedArray]) -> Partition:
         """Returns the program on data shards; the types are those of all operands."""
+        # Partitioning traces the program once more, so it is done once for each list of types: copies among the
+        # operands make another program of the same call.
         key = tuple(avals)
         if key not in self._partitions:
             self._partitions[key] = partition(self, avals)
@@ -106,47 +113,65 @@ class RegionCall(ProgramCall):
 
     def derivative(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Derivative:
         """Returns the derivative, whose programs run in the same region."""
+        # Kept, because to differentiate is to trace the program: equations that share a call share its derivatives.
         if wrt not in self._derivatives:
             self._derivatives[wrt] = self._new_derivative(wrt, tuple(avals[: len(wrt)]))
         return self._derivatives[wrt]
 
     def _new_derivative(self, wrt: tuple[bool, ...], avals: tuple[ShapedArray, ...]) -> Derivative:
         gradient = self.program.gradient(wrt)
-        num_params = self.program.num_params
-        num_results = len(gradient.is_float)
-        num_residuals = len(gradient.kept)
+        # Parameters that units inside have kept are among the results of forward, as residuals. A tangent of theirs
+        # would be one more of the parameter.
         copied_results = self.constant_results | copies_among(gradient.forward.jaxpr)
         has_tangent = tuple(is_float and i not in copied_results for i, is_float in enumerate(gradient.is_float))
+        forward = self._forward_of(gradient, avals, copied_results)
+        linear = self._linear_map_of(gradient, has_tangent, forward)
+        return Derivative(forward, linear, len(gradient.kept), has_tangent)
 
-        forward = dataclasses.replace(
+    def _forward_of(
+        self, gradient: Gradient, avals: tuple[ShapedArray, ...], copied_results: frozenset[int]
+    ) -> "RegionCall":
+        """Returns the forward of a derivative: it returns the results, the residuals, then copies."""
+        part = self.part
+        if part not in (FORWARD, BACKWARD):
+            part = f"forward of {part}"
+        return dataclasses.replace(
             self,
-            program=Program(gradient.forward, num_params, remat=self.program.remat),
+            program=Program(gradient.forward, self.program.num_params, remat=self.program.remat),
             avals=avals,
             returns_copies=True,
             constant_results=copied_results,
             adjoint=None,
-            part=self.part if self.part in (FORWARD, BACKWARD) else f"forward of {self.part}",
+            part=part,
         )
+
+    def _linear_map_of(self, gradient: Gradient, has_tangent: tuple[bool, ...], forward: "RegionCall") -> "RegionCall":
+        """Returns the linear map of a derivative: it takes the parameters, the residuals, then tangents."""
+        num_params = self.program.num_params
+        num_results = len(has_tangent)
+        num_residuals = len(gradient.kept)
+        # How residuals leave is known when forward is partitioned, which is when its equation is staged: later than
+        # now.
         residuals = [ResultOf(forward.leaving, num_results + i) for i in range(num_residuals)]
         residual_avals = gradient.forward.out_avals[num_results:]  # those of pieces of parameters are not needed
-        tangents = [of_tangent(crossing) for crossing in picked(wrt, self.operands)]
-        known = num_params + num_residuals
-        adjoint = RegionAdjoint(self, gradient, has_tangent, forward, picked(wrt, avals))
-        linear = dataclasses.replace(
+        tangents = [of_tangent(crossing) for crossing in picked(gradient.wrt, self.operands)]
+        tangent_avals = picked(gradient.wrt, forward.avals)
+        has_target_tangent = has_tangent[: len(self.targets)]
+        adjoint = RegionAdjoint(self, gradient, has_tangent, forward, tangent_avals)
+        return dataclasses.replace(
             self,
             program=Program(tangent_program(gradient, has_tangent), num_params),
-            avals=(*avals[:num_params], *residual_avals, *picked(wrt, avals)),
+            avals=(*forward.avals[:num_params], *residual_avals, *tangent_avals),
             operands=(*self.operands[:num_params], *residuals, *tangents),
-            examples=frozenset(range(num_params, known)),
-            targets=tuple(picked(has_tangent[: len(self.targets)], self.targets)),
-            target_avals=tuple(picked(has_tangent[: len(self.targets)], self.target_avals)),
+            examples=frozenset(range(num_params, num_params + num_residuals)),
+            targets=tuple(picked(has_target_tangent, self.targets)),
+            target_avals=tuple(picked(has_target_tangent, self.target_avals)),
             part=f"tangents of {self.part}",
             returns_copies=False,
             constants=adjoint.copied_residuals,
             constant_results=frozenset(),
             adjoint=adjoint,
         )
-        return Derivative(forward, linear, num_residuals, has_tangent)
 
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one region."""
@@ -155,9 +180,12 @@ class RegionCall(ProgramCall):
             has_gradient(aval) and i not in self.constant_results for i, aval in enumerate(jaxpr.out_avals)
         )
         num_operands = len(wrt)
-        tangent_operands = [of_tangent(crossing) for crossing in picked(wrt, self.operands)]
-        is_example = [i in self.examples for i in range(num_operands)]
-        tangents_of_examples = {num_operands + k for k, is_one in enumerate(picked(wrt, is_example)) if is_one}
+        differentiated = [i for i, is_differentiated in enumerate(wrt) if is_differentiated]
+        tangent_operands = [of_tangent(self.operands[i]) for i in differentiated]
+        tangents_of_examples = set()  # their positions: tangents are the operands behind the others
+        for position, i in enumerate(differentiated, num_operands):
+            if i in self.examples:
+                tangents_of_examples.add(position)
         num_targets = len(self.targets)
         order = Pushforward.order_of(has_tangent, num_targets)
         with_tangent = has_tangent[:num_targets]
@@ -183,23 +211,27 @@ class RegionCall(ProgramCall):
         known = [i for i, is_linear in enumerate(linear) if not is_linear]  # the operands that stay operands
         num_params = sum(i < self.program.num_params for i in known)
         cotangents = [self._result_crossing(i) for i, is_live in enumerate(live) if is_live]
+        examples = frozenset(k for k, i in enumerate(known) if i in self.examples)
+        constants = frozenset(k for k, i in enumerate(known) if i in self.constants)
         return dataclasses.replace(
             self,
             program=Program(transposed_program(self.program.jaxpr, linear, live), num_params),
             avals=(*others(linear, self.avals), *picked(live, self.result_avals)),
             operands=(*others(linear, self.operands), *cotangents),
-            examples=frozenset(k for k, i in enumerate(known) if i in self.examples),
+            examples=examples,
             targets=tuple(picked(linear, self.operands)),
             target_avals=tuple(picked(linear, self.avals)),
             phase=BACKWARD,
             part=f"transpose of {self.part}",
             returns_copies=False,
-            constants=frozenset(k for k, i in enumerate(known) if i in self.constants),
+            constants=constants,
             constant_results=frozenset(),
             adjoint=None,
         )
 
-    def copies_of(self, outs: Sequence[Any], primals: Sequence[Any], staged: ClosedJaxpr | None) -> Sequence[Any]:
+    def copies_of(
+        self, outs: Sequence[jax.Array], primals: Sequence[jax.Array], staged: ClosedJaxpr | None
+    ) -> Sequence[jax.Array]:
         """Returns the copies that an equation returns, which may be others than those of its derivative's forward.
 
         An equation that is staged has a fixed number of results; of the rest of its program nothing is used.
@@ -221,6 +253,7 @@ class RegionCall(ProgramCall):
         split like a batched one. Otherwise, as for the rows of a Jacobian, the batch is the one that it was.
         """
         region = self.region
+        # Parameters alone may be mapped, as in an ensemble; their number is no batch beside that of the examples.
         divides = size % data_degree(region.mesh) == 0
         maps_examples = any(is_mapped[i] for i in self.examples)
         is_batch = divides and (maps_examples or not region.batch)
@@ -228,12 +261,15 @@ class RegionCall(ProgramCall):
 
         operands = self._operands_over(over, is_mapped, is_batch=is_batch)
         jaxpr, is_mapped_result = mapped_program(self.program.jaxpr, size, is_mapped)
+        # An operand that is not mapped stays as it is stored, which may be padded. A mapped one enters without padding.
+        avals = merged(is_mapped, picked(is_mapped, jaxpr.in_avals), others(is_mapped, self.avals))
+        # A gradient for each row is not stored like its parameter.
         has_target = not any(is_mapped_result[: len(self.targets)])
         call = dataclasses.replace(
             self,
             region=over,
             program=Program(jaxpr, self.program.num_params, remat=self.program.remat),
-            avals=tuple(merged(is_mapped, picked(is_mapped, jaxpr.in_avals), others(is_mapped, self.avals))),
+            avals=tuple(avals),
             operands=tuple(operands),
             targets=self.targets if has_target else (),
             target_avals=self.target_avals if has_target else (),
@@ -271,17 +307,18 @@ class MappedRegionCall(MappedCall):
     is_mapped_operand: tuple[bool, ...]
     has_targets: bool
 
-    def enter(self, operands: Sequence[Any]) -> list[Any]:
+    def enter(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the operands; mapped parameters lose their padding."""
         entered = []
         for x, crossing, is_mapped in zip(operands, self.before.operands, self.is_mapped_operand, strict=True):
             shard = crossing.shard if isinstance(crossing, Crossing) else None
             if is_mapped and shard is not None:
-                x = jax.vmap(functools.partial(stored.without_padding, placement=shard.placement))(fetched(x))
+                cut = functools.partial(stored.without_padding, placement=shard.placement)
+                x = jax.vmap(cut)(fetched(x))
             entered.append(x)
         return entered
 
-    def leave(self, results: Sequence[Any]) -> list[Any]:
+    def leave(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results; gradients get the padding of their parameter."""
         if self.has_targets:
             return list(results)
@@ -299,7 +336,8 @@ class MappedRegionCall(MappedCall):
 def _padded(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     if x.shape == tuple(shape):
         return x
-    return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
+    widths = [(0, padded_size - size) for size, padded_size in zip(x.shape, shape, strict=True)]
+    return jnp.pad(x, widths)
 
 
 def _guessed(region: Region, shape: Sequence[int]) -> Crossing:
@@ -316,7 +354,9 @@ def _mapped_crossing(
     region: Region, crossing: AnyCrossing, shape: Sequence[int], *, is_batch: bool, is_param: bool
 ) -> Crossing:
     """Returns how an operand enters that has one more dim than `shape`, the first."""
-    before = crossing if isinstance(crossing, Crossing) and not is_param else _guessed(region, shape)
+    before = _guessed(region, shape)
+    if isinstance(crossing, Crossing) and not is_param:
+        before = crossing
     if is_batch:
         inner = {axis: dim + 1 for axis, dim in before.inner.items() if axis == CONTEXT}
         if EXPERT in region.inner:
@@ -365,6 +405,7 @@ class RegionAdjoint(Adjoint):
         gradient = self.gradient
         num_params = call.program.num_params
         num_results = len(self.has_tangent)
+        # Cotangents enter as the results have left: split where these are, so that nothing moves between the two.
         live_results = self.live_results(live)
         results = [ResultOf(self.forward.leaving, i) for i in range(num_results)]
         residuals = [ResultOf(self.forward.leaving, num_results + i) for i in range(len(gradient.kept))]

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
 from jshard.engine.program import merged, others, picked
-from jshard.engine.program_call import batch_rule, jvp_rule, transpose_rule
+from jshard.engine.program_call import batch_rule, jvp_rule, mapped_size, transpose_rule
 from jshard.engine.region_call import RegionCall, region_p
 
 
@@ -52,6 +52,8 @@ def _aval(atom: Var | Literal) -> ShapedArray:
 
 def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
     """Removes what an equation computes and nothing uses, with the gathers and residuals that were only for that."""
+    # JAX's own rule for an unknown primitive keeps all or nothing. A region's program is at hand, so a loss that reads
+    # one output of a model does not compute the others, nor save residuals that nothing takes.
     jaxpr: ClosedJaxpr | None = eqn.params["jaxpr"]
     if not any(results_used) and not eqn.effects:
         return [False] * len(eqn.invars), None
@@ -86,6 +88,8 @@ def _jvp(
     jaxpr: ClosedJaxpr | None,
     used: Used | None,
 ) -> tuple[list[Any], list[Any]]:
+    # Of an equation that has lost some, the rule is that of the whole call: its derivative is found by its operands,
+    # and what was made up flows to results that nothing uses. The results are cut to those of the equation.
     if used is None:
         return jvp_rule(primals, tangents, call=call, jaxpr=jaxpr)
     all_primals = used.all_operands(primals, _zeros)
@@ -96,6 +100,7 @@ def _jvp(
     left = picked(is_used, results[:num_results])
     tangents_left = picked(is_used, result_tangents[:num_results])
     if any(used.results[num_results:]):
+        # Copies are those of this program: the derivative's forward, which was made for all operands, may have others.
         copies = region_p.bind(*primals, call=call, jaxpr=jaxpr, used=used)[len(left) :]
         left += copies
         tangents_left += [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in copies]
@@ -131,7 +136,7 @@ def _batch(
     is_used = used.results[:num_results]
     left = picked(is_used, results[:num_results])
     dims_left = picked(is_used, result_dims[:num_results])
-    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+    size = mapped_size(operands, dims)
     for aval in jaxpr.out_avals[len(left) :] if jaxpr is not None else []:
         left.append(jnp.zeros((size, *aval.shape), aval.dtype))  # mapped, it is not taken for a copy
         dims_left.append(0)
@@ -153,6 +158,8 @@ def _types(
     *avals: ShapedArray, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
 ) -> tuple[Sequence[Any], Any]:
     del used  # then there is a program
+    # How many copies there are, and of which types, only the partitioned program says. Others need not be partitioned
+    # to know their types: most linear maps never are.
     if jaxpr is None and call.returns_copies:
         jaxpr = call.partitioned(avals).jaxpr
     if jaxpr is None:
@@ -164,6 +171,7 @@ def _staged_params(
     avals: Sequence[ShapedArray], *, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
 ) -> dict[str, Any]:
     """Returns the parameters of an equation that is staged: the program on data shards is traced here."""
+    # A linear map of a derivative is staged without one. In reverse mode it is transposed, and never runs.
     if jaxpr is None and call.adjoint is None:
         jaxpr = call.partitioned(avals).jaxpr
     return {"call": call, "jaxpr": jaxpr, "used": used}
@@ -172,6 +180,7 @@ def _staged_params(
 _compat.stage_with_params(region_p, _staged_params)
 
 
+# Outside of `jax.jit`, too, a region is one compiled program: its schedule is a matter of the compiler's.
 @region_p.def_impl
 def _run_now(*arrays: Any, **params: Any) -> list[Any]:
     return jax.jit(functools.partial(region_p.bind, **params))(*arrays)

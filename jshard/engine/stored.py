@@ -23,6 +23,7 @@ def shard_dim(x: jax.Array, placement: Placement) -> int | None:
     None for an array that is not sharded; also for a row of a stack that is sharded along its layers: the loop has
     taken the row out of the shard.
     """
+    # From the end: a stack has further dims in front of the planned ones, and a row of a stack has fewer.
     from_end = placement.dim_from_end
     if from_end is None:
         return None
@@ -61,10 +62,10 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
     dim = shard_dim(x, placement)
     if dim is None:
         return x
-    x = with_padding(x, placement)
+    x = with_padding(x, placement)  # shards, and so their pieces, are of the padded array
     num_pieces = pieces or lax.axis_size(FSDP)
     size = x.shape[dim] // num_pieces
-    piece = lax.axis_index(FSDP) % num_pieces
+    piece = lax.axis_index(FSDP) % num_pieces  # neighbours have the pieces in order, as the gather among them expects
     return lax.dynamic_slice_in_dim(x, piece * size, size, dim)
 
 
@@ -98,7 +99,7 @@ def beside_automatic_axes(collective: Collective, x: jax.Array, placement: Place
     manual over it too, around just the collective, avoids that.
     """
     names = automatic_axes(x, placement)
-    if not names:
+    if not names:  # the usual case: a parameter without `tensor`
         return collective
     entries = []
     for entry in _spec_of(x, placement):
@@ -111,9 +112,12 @@ def beside_automatic_axes(collective: Collective, x: jax.Array, placement: Place
 def automatic_axes(x: jax.Array, placement: Placement) -> set[str]:
     """Returns the axes over which the compiler splits a parameter."""
     manual = _compat.manual_axes()
-    return {axis for entry in _spec_of(x, placement) for axis in axes_of(entry) if axis not in manual}
+    axes: set[str] = set()
+    for entry in _spec_of(x, placement):
+        axes.update(axis for axis in axes_of(entry) if axis not in manual)
+    return axes
 
 
-def _spec_of(x: jax.Array, placement: Placement) -> tuple[Any, ...]:
+def _spec_of(x: jax.Array, placement: Placement) -> tuple[str | tuple[str, ...] | None, ...]:
     """Returns the entries of the spec for the dims of an array; a row of a stack lacks the first ones."""
     return tuple(placement.spec[len(placement.spec) - x.ndim :])

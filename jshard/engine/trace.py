@@ -12,7 +12,7 @@ from jshard._text import ATTENTION, CONTEXT
 from jshard.engine import rules
 from jshard.engine.blame import inside_annotated_call
 from jshard.engine.context import attention_again
-from jshard.engine.program import Program, abstract, evaluate_jaxpr
+from jshard.engine.program import Atom, Program, abstract, evaluate_jaxpr
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
 from jshard.plans.remat import ATTENTION_AGAIN, Remat, kept_names
@@ -65,6 +65,8 @@ def trace_call(
     Returns:
         The program, and constants to append to its operands.
     """
+    # The user's Python runs here, once. Derivatives and the programs of data shards come from the jaxpr: so side
+    # effects happen once, and all of them see the same random numbers and branches.
     with inside_annotated_call(call), attention_again(remat == ATTENTION_AGAIN) as attention_calls:
         closed = jax.make_jaxpr(body)(params, inputs)
     _warn_of_names(call, closed.jaxpr, remat, len(attention_calls))
@@ -84,6 +86,7 @@ def _without_passed_parameters(closed: ClosedJaxpr, call: Call) -> ClosedJaxpr:
     Its last results are the parameters before the call, then after it. Those that the method has changed stay: the
     call keeps their numbers.
     """
+    # Left among the results, a parameter would be gathered to be returned whole, for nothing.
     results = closed.jaxpr.outvars
     num_written = len(call.written)
     before = results[-2 * num_written : -num_written]
@@ -112,7 +115,7 @@ def _with_constants_as_operands(closed: ClosedJaxpr, operands: list[Any]) -> Clo
     """Returns a program that takes its constants as its last operands: they may be tracers of one call."""
     num_operands = len(operands)
 
-    def run(*xs: Any) -> list[Any]:
+    def run(*xs: jax.Array) -> list[jax.Array]:
         consts = xs[num_operands:]
         return evaluate_jaxpr(ClosedJaxpr(closed.jaxpr, consts), xs[:num_operands])
 
@@ -170,12 +173,14 @@ class _Passage:
 
     operand: int
     inner: Jaxpr
-    old: Any
-    new: Any
+    old: Atom
+    new: Atom
 
 
-def _is_passed(jaxpr: Jaxpr, old: Any, new: Any) -> bool:
+def _is_passed(jaxpr: Jaxpr, old: Atom, new: Atom) -> bool:
     """Returns whether a variable is another one, passed through calls and loops."""
+    # From the result back, as each equation says where its result comes from; by identity, which is all that a variable
+    # has.
     while new is not old:
         operand = _operand_that_is(jaxpr, new)
         if operand is None:
@@ -184,7 +189,7 @@ def _is_passed(jaxpr: Jaxpr, old: Any, new: Any) -> bool:
     return True
 
 
-def _operand_that_is(jaxpr: Jaxpr, result: Any) -> Any:
+def _operand_that_is(jaxpr: Jaxpr, result: Atom) -> Atom | None:
     """Returns the operand that an equation returns as this result; None if it computes it, or is not there."""
     for eqn in jaxpr.eqns:
         if result in eqn.outvars:
@@ -200,8 +205,11 @@ def _passages(eqn: JaxprEqn, result: int) -> Iterator[_Passage]:
     if eqn.primitive.name == "scan":
         inner, _ = rules.opened(eqn.params["jaxpr"])
         num_consts, num_carry = _compat.scan_arguments(eqn)
-        stacked_operands = range(num_consts + num_carry, len(eqn.invars))
-        operands = [num_consts + result] if result < num_carry else stacked_operands
+        # What is carried may come from its own place in the carry; a stacked result from any scanned operand, whose
+        # rows the body returns.
+        operands: Sequence[int] = range(num_consts + num_carry, len(eqn.invars))
+        if result < num_carry:
+            operands = [num_consts + result]
         for operand in operands:
             yield _Passage(operand, inner, inner.invars[operand], inner.outvars[result])
     elif eqn.primitive.name in rules.CALLS:

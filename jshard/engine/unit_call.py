@@ -32,7 +32,8 @@ from jshard.engine.values import has_gradient
 from jshard.plans.policies import Prefetch
 from jshard.plans.units import OWN
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 
 unit_p = Primitive("unit")
 """A unit's program. Its first operands are the unit's parameters, in their stored dtypes.
@@ -56,6 +57,7 @@ class UnitSettings:
     prefetch: Prefetch | None  # how early it is gathered; None leaves it to the compiler
 
 
+# By identity and weakly, for the same reasons as `RegionCall`.
 @_compat.hold_weakly
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class UnitCall(ProgramCall):
@@ -86,7 +88,9 @@ class UnitCall(ProgramCall):
     constants: frozenset[int] = frozenset()
     constant_results: frozenset[int] = frozenset()
     adjoint: Adjoint | None = None
-    _derivatives: dict[Any, Derivative] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _derivatives: dict[tuple[tuple[bool, ...], tuple[np.dtype, ...]], Derivative] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __repr__(self) -> str:
         """Returns what a printed jaxpr shows of it."""
@@ -119,62 +123,82 @@ class UnitCall(ProgramCall):
             self.program.remat,
         )
 
-    def bind(self, operands: Sequence[Any]) -> list[Any]:
+    def bind(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Calls the unit. Copies that its program does not take are left out: the parameters are gathered again."""
         num_operands = len(self.jaxpr.in_avals)
         return unit_p.bind(*operands[:num_operands], jaxpr=self.jaxpr, call=self)
 
     @functools.cached_property
-    def function(self) -> Callable[..., list[Any]]:
+    def function(self) -> Callable[..., list[jax.Array]]:
         """The unit where one data shard has the whole batch: an ordinary function; equal calls share it."""
         return jax.jit(functools.partial(_run, call=self))
 
     def derivative(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Derivative:
         """Returns the derivative, whose forward and backward are units."""
+        # Also by the dtypes of operands: parameters are stored in one and gathered in another, the program knows only
+        # the second, and a gradient leaves in the first.
         stored_dtypes = tuple(aval.dtype for aval in avals)
-        key = wrt, stored_dtypes
+        key = (wrt, stored_dtypes)
         if key not in self._derivatives:
             self._derivatives[key] = self._new_derivative(wrt, stored_dtypes)
         return self._derivatives[key]
 
     def _new_derivative(self, wrt: tuple[bool, ...], stored_dtypes: tuple[np.dtype, ...]) -> Derivative:
         gradient = self.program.gradient(wrt)
-        own = [owner == OWN for owner in self.owners]
-        keeps_copies = self.settings.reshard is not True and self.phase == FORWARD
-        num_copies = sum(own) if keeps_copies else 0
-        num_results = len(gradient.is_float)
-        num_residuals = len(gradient.kept)
-        copied_residuals = _after(copies_among(gradient.forward.jaxpr), num_results)
         has_tangent = tuple(is_float and i not in self.constant_results for i, is_float in enumerate(gradient.is_float))
+        copied_residuals = _after(copies_among(gradient.forward.jaxpr), len(has_tangent))
+        keeps_copies = self.settings.reshard is not True and self.phase == FORWARD
+        # Of its own parameters alone: a unit inside decides for its own.
+        num_copies = sum(self._is_own) if keeps_copies else 0
+        adjoint = UnitAdjoint(self, gradient, has_tangent, num_copies, stored_dtypes, copied_residuals)
+        forward = self._forward_of(adjoint)
+        linear = self._linear_map_of(adjoint)
+        return Derivative(forward, linear, len(gradient.kept), has_tangent)
 
-        params = self.program.jaxpr.jaxpr.invars[: len(own)]
-        copied_params = picked(own, params)
+    @property
+    def _is_own(self) -> list[bool]:
+        """For each parameter, whether the unit gathers it itself."""
+        return [owner == OWN for owner in self.owners]
 
-        forward_jaxpr = gradient.forward_keeping(own) if num_copies else gradient.forward
-        forward = dataclasses.replace(
+    def _forward_of(self, adjoint: "UnitAdjoint") -> "UnitCall":
+        """Returns the forward of a derivative: it returns the results, the residuals, then copies."""
+        gradient = adjoint.gradient
+        num_results = len(adjoint.has_tangent)
+        jaxpr = gradient.forward
+        if adjoint.num_copies:
+            jaxpr = gradient.forward_keeping(self._is_own)
+        return dataclasses.replace(
             self,
-            program=Program(gradient.forward, len(own), remat=self.program.remat),
-            jaxpr=forward_jaxpr,
-            out_dtypes=(*self.out_dtypes[:num_results], *_dtypes(forward_jaxpr)[num_results:]),
-            num_kept=num_copies,
-            constant_results=self.constant_results | {num_results + i for i in copied_residuals},
+            program=Program(gradient.forward, len(self.owners), remat=self.program.remat),
+            jaxpr=jaxpr,
+            out_dtypes=(*self.out_dtypes[:num_results], *_dtypes(jaxpr)[num_results:]),
+            num_kept=adjoint.num_copies,
+            constant_results=self.constant_results | {num_results + i for i in adjoint.copied_residuals},
         )
 
-        first_tangent = len(own) + num_residuals
-        tangent_dtypes = dict(enumerate(picked(wrt, stored_dtypes[: len(wrt)]), first_tangent))
-        linear_jaxpr = _taking(tangent_program(gradient, has_tangent), tangent_dtypes)
-        adjoint = UnitAdjoint(self, gradient, has_tangent, num_copies, stored_dtypes, copied_residuals)
-        linear = dataclasses.replace(
+    def _linear_map_of(self, adjoint: "UnitAdjoint") -> "UnitCall":
+        """Returns the linear map of a derivative: it takes the parameters, the residuals, tangents, then copies."""
+        gradient = adjoint.gradient
+        wrt = gradient.wrt
+        num_params = len(self.owners)
+        num_results = len(adjoint.has_tangent)
+        first_tangent = num_params + len(gradient.kept)
+        tangent_dtypes = dict(enumerate(picked(wrt, adjoint.stored_dtypes[: len(wrt)]), first_tangent))
+        jaxpr = _taking(tangent_program(gradient, adjoint.has_tangent), tangent_dtypes)
+        # The linear map reads no copies. But its transpose, which is backward, does, and takes what this one takes.
+        copied_params = []
+        if adjoint.num_copies:
+            copied_params = picked(self._is_own, self.program.jaxpr.jaxpr.invars[:num_params])
+        return dataclasses.replace(
             self,
-            program=Program(linear_jaxpr, len(own)),
-            jaxpr=_with_unused(linear_jaxpr, copied_params if num_copies else []),
-            out_dtypes=tuple(picked(has_tangent, self.out_dtypes[:num_results])),
+            program=Program(jaxpr, num_params),
+            jaxpr=_with_unused(jaxpr, copied_params),
+            out_dtypes=tuple(picked(adjoint.has_tangent, self.out_dtypes[:num_results])),
             num_kept=0,
-            constants=frozenset(len(own) + i for i in copied_residuals),
+            constants=frozenset(num_params + i for i in adjoint.copied_residuals),
             constant_results=frozenset(),
             adjoint=adjoint,
         )
-        return Derivative(forward, linear, num_residuals, has_tangent)
 
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one unit."""
@@ -216,6 +240,7 @@ class UnitCall(ProgramCall):
 
     def mapped(self, size: int, is_mapped: tuple[bool, ...]) -> MappedCall:
         """Returns the unit over all rows; it stays a unit."""
+        # Both of its programs are mapped: the one that runs, with copies, and the one without, which is differentiated.
         num_copies = len(self.jaxpr.in_avals) - len(is_mapped)
         jaxpr, is_mapped_result = mapped_program(self.jaxpr, size, (*is_mapped, *[False] * num_copies))
         program = jaxpr
@@ -287,7 +312,7 @@ class UnitAdjoint(Adjoint):
         )
 
 
-def _run(*operands: Any, call: UnitCall) -> list[Any]:
+def _run(*operands: jax.Array, call: UnitCall) -> list[jax.Array]:
     """Runs a unit's program as it is, in its dtypes and under its name."""
     inputs = _cast_to(operands, [aval.dtype for aval in call.jaxpr.in_avals])
     with jax.named_scope(f"jshard[{call.settings.name}]"):
@@ -295,25 +320,27 @@ def _run(*operands: Any, call: UnitCall) -> list[Any]:
     return _cast_to(outs, call.out_dtypes)
 
 
-def _cast_to(arrays: Sequence[Any], dtypes: Sequence[np.dtype]) -> list[Any]:
+def _cast_to(arrays: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> list[jax.Array]:
     """Returns arrays in these dtypes; without an equation for those that have them."""
     return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
+# With the effects of its program: an equation without effects and without a reader is removed, and a callback with it.
 @unit_p.def_effectful_abstract_eval
-def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[Any], Any]:
-    avals = [
-        aval.update(dtype=dtype, weak_type=aval.weak_type and aval.dtype == dtype)
-        for aval, dtype in zip(jaxpr.out_avals, call.out_dtypes, strict=True)
-    ]
+def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[ShapedArray], Any]:
+    avals = []
+    for aval, dtype in zip(jaxpr.out_avals, call.out_dtypes, strict=True):
+        is_weak = aval.weak_type and aval.dtype == dtype  # a cast makes a strong type
+        avals.append(aval.update(dtype=dtype, weak_type=is_weak))
     return avals, jaxpr.effects
 
 
-def _call_function(*operands: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> list[Any]:
+def _call_function(*operands: jax.Array, jaxpr: ClosedJaxpr, call: UnitCall) -> list[jax.Array]:
     del jaxpr  # that of the call
     return call.function(*operands)
 
 
+# Lowered only where one data shard has the whole batch: elsewhere the partitioner runs the program in its place.
 unit_p.def_impl(_call_function)
 mlir.register_lowering(unit_p, mlir.lower_fun(_call_function, multiple_results=True))
 
@@ -334,6 +361,7 @@ def copies_among(jaxpr: Jaxpr) -> frozenset[int]:
 
     They have no derivative of their own: that of the parameter has theirs.
     """
+    # Followed through loops, calls and branches, whose results are those of their programs in the same order.
     copies: set[Var] = set()
     for eqn in jaxpr.eqns:
         copies.update(eqn.outvars[k] for k in _copies_of_equation(eqn))
@@ -358,6 +386,7 @@ def _copies_of_equation(eqn: JaxprEqn) -> Sequence[int]:
         inner, _ = rules.program(eqn)
         return sorted(copies_among(inner))
     if name == "cond":
+        # A result that is a copy in one branch only has a derivative in the other.
         of_branches = [copies_among(rules.opened(branch)[0]) for branch in eqn.params["branches"]]
         return sorted(frozenset.intersection(*of_branches))
     return ()
@@ -385,7 +414,7 @@ def _taking(jaxpr: ClosedJaxpr, dtypes: Mapping[int, np.dtype]) -> ClosedJaxpr:
     if not changed:
         return jaxpr
 
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: jax.Array) -> list[jax.Array]:
         cast = list(operands)
         for i in changed:
             cast[i] = operands[i].astype(avals[i].dtype)
@@ -399,6 +428,7 @@ def _taking(jaxpr: ClosedJaxpr, dtypes: Mapping[int, np.dtype]) -> ClosedJaxpr:
 
 def _with_unused(jaxpr: ClosedJaxpr, variables: Sequence[Var]) -> ClosedJaxpr:
     """Returns a program with further operands that it does not use: its transpose takes them."""
+    # New variables: the same one twice among the operands would be one operand.
     if not variables:
         return jaxpr
     unused = [Var(v.aval) for v in variables]

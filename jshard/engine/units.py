@@ -82,6 +82,9 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     owners = tuple(call.owners)
     own_name = settings.name if NESTED in owners else ""  # units inside are named after it
     types = tuple((x.shape, str(x.dtype), x.weak_type) for x in (*gathered, *inputs))
+    # All that a trace depends on, so that equal layers are traced once: the module's structure and static attributes
+    # (`call.key`), the policies, the types, and JAX's own settings. Not the name of the unit, unless units inside are
+    # named after it: layers of a list differ in nothing else.
     key: Hashable = call.key, own_name, precision, remat, types, owners, _compat.trace_context()
     try:
         hash(key)
@@ -92,7 +95,9 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     traced = traces.traced.get(key)
     if traced is None:
         program, consts = trace_call(call, computes_in(call, precision), gathered, inputs, remat=remat)
-        kind = call.where, own_name, owners, len(program.jaxpr.jaxpr.eqns)
+        # Layers whose keys differ, or cannot be compared, may still have equal programs: those are found by their
+        # equations, among the programs that have as many.
+        kind = (call.where, own_name, owners, len(program.jaxpr.jaxpr.eqns))
         traced = TracedUnit(*shared(program, traces.distinct.setdefault(kind, [])), call.result)
         if not consts:  # constants are tracers, and those of this call
             traces.traced[key] = traced
@@ -120,6 +125,7 @@ def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], l
     """The body of a call, with its arguments and results in the dtypes of a policy."""
 
     def body(params: list[Any], inputs: list[Any]) -> list[Any]:
+        # Of the inputs the arguments alone: state, such as running means, keeps its dtype.
         dtype = precision.param_dtype if precision.cast_inputs else None
         arguments = [_cast(x, dtype) for x in inputs[call.num_state :]]
         outs, state = call.body(params, [*inputs[: call.num_state], *arguments])
@@ -144,12 +150,14 @@ def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwa
     with attention_again(unit.policy.remat == ATTENTION_AGAIN):
         run = checkpointed(computes_in(call, unit.policy.mixed_precision), unit.policy.remat)
         outs = run(params, call.inputs)
+    assert call.result is not None, "the body has run"
     passed = 2 * len(call.written)  # parameters that a transformation wrote back
     return _split_along_batch(call.finish(outs[: len(outs) - passed], call.result), unit)
 
 
 def _logical_params(call: NnxCall, unit: Unit) -> list[Any]:
     """Returns the parameters on the device, without padding; those that this call would gather in their dtype."""
+    # As the region would: the baseline for comparisons has the same dtypes.
     # A unit inside another gathers its own parameters alone; the outermost one also those that no unit inside has.
     gathers = {OWN} if unit.nested else {*call.owners} - {NESTED}
     params = []
@@ -193,6 +201,7 @@ def run_ungathered(call: Call, unit: Unit) -> Any:
 
 def _as_placed(stored: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
     """Constrains a parameter to its placement, and so its gradient, which the compiler would place anywhere."""
+    # The transpose of a sharding constraint is the same constraint on the cotangent.
     if not isinstance(unit.mesh, Mesh) or stored.ndim != len(placement.spec):  # shapes only, or a layer in a scan
         return stored
     return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))

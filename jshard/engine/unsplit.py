@@ -81,9 +81,12 @@ def batch_size(arrays: Sequence[jax.ShapeDtypeStruct], degree: int) -> int:
     """
     candidates: dict[int, _Votes] = collections.defaultdict(_Votes)
     for x in arrays:
-        if x.ndim and x.shape[0] and x.shape[0] % degree == 0:
-            candidates[x.shape[0]].num_arrays += 1
-            candidates[x.shape[0]].num_elements += x.size
+        if not x.ndim:
+            continue
+        size = x.shape[0]
+        if size and size % degree == 0:
+            candidates[size].num_arrays += 1
+            candidates[size].num_elements += x.size
     if not candidates:
         return 0
     first = next(iter(candidates))
@@ -138,12 +141,12 @@ def warn_of_whole(call: TracedCall) -> None:
     A single example is computed this way on any number of devices, so it is no reason to warn.
     """
     rows = [x for x in call.arguments if x.ndim and x.shape[0] > 1 and not _is_key(x)]
-    if not rows or in_shapes_only():
+    if not rows or in_shapes_only():  # of an estimate's trace, nothing will run
         return
     work = _Work.of(call.products, call.degree)
     if not work.is_worth_a_warning:
         return
-    key = (call.name, bool(call.batch), tuple(work.lines))
+    key = (call.name, bool(call.batch), tuple(work.lines))  # without sizes: another batch is no other warning
     if key in _warned:
         return
     _warned.add(key)
@@ -204,7 +207,7 @@ def _is_key(x: jax.ShapeDtypeStruct) -> bool:
     """Returns whether an argument is a random key, also one of the old form."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return True
-    return x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)
+    return x.dtype == jnp.uint32 and x.ndim == 1 and x.size in (2, 4)  # the words of threefry, and of rbg
 
 
 def _warning(call: TracedCall, rows: Sequence[jax.ShapeDtypeStruct], work: _Work) -> list[str]:
@@ -218,6 +221,8 @@ def _warning(call: TracedCall, rows: Sequence[jax.ShapeDtypeStruct], work: _Work
         return [examples, *work.listed, *_why_arguments_are_whole(unsplit, call.batch, call.degree)]
 
     whole = {product.place for product in call.products if product.is_whole}
+    # All arguments are split, and some products still are not: those of parameters alone, or those that no rule
+    # divides.
     if call.products_of_examples().isdisjoint(whole):
         why = f"They do not depend on the batch, so its {call.degree} parts do not divide them: {work.amounts}."
         do = "Apply the factors to the examples one by one, (x @ a) @ b; or compute the product once, outside the step."
@@ -299,17 +304,21 @@ def _dependence(jaxpr: Jaxpr, depends: Sequence[bool], around: tuple[JaxprEqn, .
         programs = [_dependence_inside(inner, eqn, operands, around) for inner in jex.jaxprs_in_params(eqn.params)]
         for program in programs:
             products |= program.products
-        results = _results_of_any(programs, len(eqn.outvars))
-        dependent.update(v for v, is_result in zip(eqn.outvars, results, strict=True) if is_result)
+        dependent.update(_results_of_any(programs, eqn.outvars))
     return _Dependence([is_dependent(atom) for atom in jaxpr.outvars], products)
 
 
-def _results_of_any(programs: Sequence[_Dependence], num_results: int) -> list[bool]:
+def _results_of_any(programs: Sequence[_Dependence], results: Sequence[jex.Var]) -> list[jex.Var]:
     """Returns which results of an equation depend: those that do in one of its programs, else all."""
-    comparable = [program.results for program in programs if len(program.results) == num_results]
+    # A program with another number of results, such as the condition of a loop, says nothing of these.
+    comparable = [program.results for program in programs if len(program.results) == len(results)]
     if not comparable:
-        return [True] * num_results
-    return [any(of_programs) for of_programs in zip(*comparable, strict=True)]
+        return list(results)
+    dependent = []
+    for variable, depends in zip(results, zip(*comparable, strict=True), strict=True):
+        if any(depends):
+            dependent.append(variable)
+    return dependent
 
 
 def _dependence_inside(
@@ -328,6 +337,7 @@ def _dependence_inside(
     num_consts = eqn.params["num_consts"]
     num_carry = eqn.params["num_carry"]
     carry = slice(num_consts, num_consts + num_carry)
+    # It ends: what is carried only ever becomes dependent, and there are so many carried values.
     while True:
         trip = _dependence(jaxpr, inside, around)
         after_trip = [before or now for before, now in zip(inside[carry], trip.results[:num_carry], strict=True)]

@@ -40,6 +40,8 @@ class WeightedMean:
     def mean(self) -> jax.Array:
         """The quotient, for `nnx.value_and_grad` and other code that needs a scalar."""
         _check(self)
+        # The weight is a count, or sums of a mask. Were it differentiated, a mask that the model computes would get a
+        # gradient that plain division by a number does not have.
         dtype = _wide(self)
         return jnp.asarray(self.total, dtype) / lax.stop_gradient(jnp.asarray(self.weight, dtype))
 
@@ -52,7 +54,7 @@ def mean_of(loss: Any) -> Any:
 def mean_over(stacked: Any) -> jax.Array:
     """The mean of values stacked over microbatches, by their weights if they have any."""
     if isinstance(stacked, WeightedMean):
-        return jax.tree.map(lambda x: x.sum(0), stacked).mean
+        return jax.tree.map(lambda x: x.sum(0), stacked).mean  # the mean of the sums, not the mean of means
     return stacked.mean(0)
 
 
@@ -71,6 +73,7 @@ def value_and_weight(loss: Any) -> tuple[Any, jax.Array | None]:
     if not isinstance(loss, WeightedMean):
         return loss, None
     _check(loss)
+    # The mean, not the total: gradients of means are of one size whatever the weights, and do not overflow.
     weight = lax.stop_gradient(jnp.asarray(loss.weight, _wide(loss)))
     return jnp.asarray(loss.total, weight.dtype) / nonzero(weight), weight
 
@@ -93,6 +96,7 @@ class MeanShares:
     @classmethod
     def of(cls, before: jax.Array, weight: jax.Array) -> "MeanShares":
         """Those of a mean with the weight `before`, and a value with a weight."""
+        # A weight of 0 counts as 1, as in `value_and_weight`: the value is then a total, which is 0 for padding alone.
         after = nonzero(before + weight)
         return cls(nonzero(before) / after, nonzero(weight) / after)
 
@@ -107,11 +111,14 @@ def _wide(loss: WeightedMean) -> Any:
     return jnp.promote_types(jnp.result_type(loss.total), jnp.float32)
 
 
+def _is_real_scalar(x: Any) -> bool:
+    return jnp.ndim(x) == 0 and not jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
+
+
 def _check(loss: WeightedMean) -> None:
     """Raises unless both are real scalars."""
     parts = {"total": loss.total, "weight": loss.weight}
-    is_real = lambda x: not jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
-    wrong = [name for name, x in parts.items() if jnp.ndim(x) or not is_real(x)]
+    wrong = [name for name, x in parts.items() if not _is_real_scalar(x)]
     if wrong:
         raise CallError(
             "A weighted mean is not a quotient of two real numbers.",

@@ -1,11 +1,11 @@
 """Reports on plans, compiled programs and profiles.
 
 Each report is an object that prints itself: `explain` (of a plan), `audit` (of a compiled program, compared with its
-plan), `trace` (of a profile), `check` (of a call, compared with one device).
+plan), `read_profile` (of a profile), `check` (of a call, compared with one device).
 
     tables, timelines   tables that fit the terminal; bars in lanes as a page, a trace or a picture
     hlo/                reads compiled programs
-    profile/            reads profiles: `trace`
+    profile/            reads profiles: `read_profile`
     communication/      the collectives of a plan, and how a program differs from them
     activations         the arrays that autodiff saves
     memory              the bytes of a plan on one device

@@ -334,6 +334,8 @@ def _real_parts(outputs: Arrays) -> Iterator[jax.Array]:
 
 def _compare(call: _CheckedCall, tolerance: float) -> CheckReport:
     """Runs a call both ways."""
+    # One jitted function for both: global view is part of the key of JAX's caches, so it is traced for each. Nothing is
+    # updated, so that padded parameters may be differentiated without `js.shard_optimizer`.
     program = _differentiate(call)
     with without_update():
         sharded = program(call.inputs.state, call.inputs.args)
@@ -377,6 +379,7 @@ def _mean_of_microbatches(call: _CheckedCall, steps: int) -> _Means:
     program = _differentiate(call)
     state = call.inputs.state
     parts = microbatches(call.inputs.args, call.root, steps, call.where)
+    # On the host, in double precision: the expected sum must not have the rounding that is looked for.
     values: list[np.ndarray] = []
     weights: list[float] = []
     gradients: list[dict[str, np.ndarray]] = []

@@ -77,6 +77,8 @@ def explain(
             why="the estimate calls the loss with an nnx model.",
             do="print(js.audit(jax.jit(step).lower(state, batch).compile(), model=model))  # the compiler's figures",
         )
+    # In this order: records of calls are found by placements as they were annotated, and `as_traced` changes the layers
+    # in some.
     mixing = mixing_of(plan)
     plan = as_traced(plan)
     memory = memory_of(plan, optimizer=optimizer)

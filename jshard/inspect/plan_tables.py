@@ -56,6 +56,7 @@ def headline(plan: ShardPlan) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh)
     where = f"on {_counted(num_devices, 'device')} ({axes})"
     size = f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)}"
+    # P, in which the traffic is counted, is the size of what is gathered.
     gathered = plan.gathered_part
     if gathered.leaves == plan.leaves:
         text = f"{size} = P, {where}"

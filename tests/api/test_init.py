@@ -123,7 +123,7 @@ def test_every_parameter_is_born_where_the_plan_says(monkeypatch):
         assert array.sharding.is_equivalent_to(NamedSharding(js.mesh(replica=2), P(*placement.spec)), array.ndim)
         assert len(array.addressable_shards) == 8
         assert {s.data.nbytes for s in array.addressable_shards} == {placement.bytes_per_device}
-    # what is placed by the annotation lies there already: a whole array was never moved
+    # what is placed by the annotation is there already: a whole array was never moved
     assert all(x.sharding.is_equivalent_to(where, x.ndim) for x, where in moved if isinstance(x, jax.Array))
     for leaf in jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param))):
         assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 8
@@ -138,7 +138,7 @@ def test_metadata_is_that_of_the_plain_model():
 
 
 class WithTensorAxis(nnx.Module):
-    """Says itself how its matrices lie on a tensor axis."""
+    """Says itself how its matrices are on a tensor axis."""
 
     def __init__(self, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(1.0)

@@ -83,7 +83,7 @@ class Chip:
     device_kind: str = "chip"
 
 
-def test_the_innermost_axis_lies_within_a_host_and_the_outermost_across_slices():
+def test_the_innermost_axis_is_within_a_host_and_the_outermost_across_slices():
     # ids that go round the hosts, as some launchers number them, in the order of a shuffled list
     chips = [
         Chip(id=4 * local + host, process_index=host, slice_index=host // 2) for host in range(4) for local in range(4)

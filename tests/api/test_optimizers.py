@@ -1,4 +1,4 @@
-"""Any Optax optimizer on sharded state: the updates of one device, state that lies as the plan says, one trace."""
+"""Any Optax optimizer on sharded state: the updates of one device, state that is as the plan says, one trace."""
 
 import functools
 
@@ -85,7 +85,7 @@ def parameter_of(path: str, model: MLP) -> jax.Array | None:
 
 
 def assert_state_follows(optimizer: nnx.Optimizer, model: MLP) -> None:
-    """State of the shape of its parameter lies like it; no large array is whole on a device."""
+    """State of the shape of its parameter is like it; no large array is whole on a device."""
     for path, x in arrays(optimizer).items():
         parameter = parameter_of(path, model)
         if parameter is not None and parameter.shape == x.shape:

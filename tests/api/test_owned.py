@@ -217,7 +217,7 @@ def test_a_linen_model():
 
 
 @pytest.mark.wide
-def test_a_checkpoint_goes_on_without_it_and_on_another_mesh(tmp_path):
+def test_a_checkpoint_continues_without_it_and_on_another_mesh(tmp_path):
     model = sharded(8, fsdp=8)
     optimizer = js.shard_optimizer(model, js.shard_matrices(OPTIMIZERS["muon"]()))
     trained(model, optimizer, 5)

@@ -140,7 +140,7 @@ def test_report_table_and_pictures(measured, tmp_path):
     assert {line.count("|") for line in tables} == {19}
 
 
-def test_other_conditions_begin_anew_and_write_over_nothing(measured, tmp_path):
+def test_other_conditions_begin_again_and_write_over_nothing(measured, tmp_path):
     save(measured, tmp_path)
     other = CONDITIONS | {"devices": 8}
     assert continued(tmp_path, "2026-12-02 09:00 UTC", other) == Record(date="2026-12-02 09:00 UTC", conditions=other)

@@ -48,7 +48,7 @@ def row(*rounds: float, alone: str = "", process: int = 0) -> dict:
     return {
         "sharded": bool(alone),
         "alone": alone,
-        "anew": False,
+        "restarted": False,
         "facts": {"device": "cpu"},
         "processes": {str(process): {"first_loss": 3.0, "rounds": described}},
     }

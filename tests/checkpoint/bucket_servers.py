@@ -92,7 +92,7 @@ def _emulator(scheme: str) -> Iterator[int]:
         assert package is not None and package.origin
         (program,) = pathlib.Path(package.origin).parent.glob("vendor/fake-gcs-server/bin/*")
         program.chmod(0o755)
-        here = f"127.0.0.1:{port}"  # its public host: whoever asks there is taken to speak XML
+        here = f"127.0.0.1:{port}"  # its public host: a request there is taken for one in XML
         command = [str(program), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
         command += ["-public-host", here, "-external-url", f"http://{here}"]
     environment = os.environ | {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}

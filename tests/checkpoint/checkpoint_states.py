@@ -121,7 +121,7 @@ def differences(state: dict[str, Any], layout: str, seed: int) -> list[str]:
         for path, variable in here.items():
             leaf, sharding = variable.get_raw_value(), wanted[path].get_raw_value().sharding
             if sharding is not None and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                found.append(f"{name}/{path}: lies as {leaf.sharding}")
+                found.append(f"{name}/{path}: is as {leaf.sharding}")
             found += [f"{name}/{path}: other numbers"] * (not _equal(leaf, numbers(seed, path, variable)))
     if state["step"] != seed + 1 or state["data"].samples != 8 * (seed + 1):
         found.append(f"step {state['step']}, sample {state['data'].samples}")

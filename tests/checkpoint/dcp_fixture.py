@@ -72,7 +72,7 @@ def write_dcp(
 
 
 def edit_metadata(folder: pathlib.Path, change: Callable[[Any], object]) -> None:
-    """Writes `.metadata` anew after `change(description)`."""
+    """Writes `.metadata` again after `change(description)`."""
     found = DESCRIBED[folder]
     change(found)
     described = {}

@@ -1,4 +1,4 @@
-"""Saves in the background: of the values at the call, one at a time, and never lost without a word."""
+"""Saves in the background: of the values at the call, one at a time, and never lost silently."""
 
 import logging
 import os
@@ -89,7 +89,7 @@ def test_one_is_at_work_at_a_time(tmp_path, gate):
 
 
 @pytest.mark.parametrize("call", ["check", "save", "restore", "leaving the block"])
-def test_an_error_surfaces_at_the_next_call_and_stands_in_nobodys_way(tmp_path, gate, call):
+def test_an_error_surfaces_at_the_next_call_and_blocks_no_one(tmp_path, gate, call):
     gate.open.set()
     ckpt = Checkpointer(tmp_path)
     ckpt.save(1, state(1))
@@ -128,7 +128,7 @@ def test_leaving_the_block_with_an_error_keeps_the_save_and_the_error(tmp_path, 
         interrupted(2)
 
 
-def test_an_error_that_nobody_foresaw_is_told_in_four_parts(tmp_path, gate):
+def test_an_error_that_no_one_foresaw_is_reported_in_four_parts(tmp_path, gate):
     gate.open.set()
     ckpt = Checkpointer(tmp_path)
     gate.fails.append(ValueError("in the background"))

@@ -28,7 +28,7 @@ def samples(size=23, seed=3):
 
 
 def documents(sizes=(5, 1, 9, 2, 2, 14, 3, 1, 1, 6, 4), seed=3):
-    """Every token tells its document and its place there."""
+    """Every token gives its document and its place there."""
     source = [100 * i + np.arange(size) for i, size in enumerate(sizes)]
     if seed is None:  # Grain takes milliseconds to shuffle a few
         return grain.MapDataset.source(source).repeat()
@@ -58,7 +58,7 @@ def taken(group, num_batches):
 
 
 def text_of(group):
-    """What processes store together: each in a thread that hears what the others tell."""
+    """What processes store together: each in a thread that receives what the others send."""
     reported, barrier, mine = [""] * len(group), threading.Barrier(len(group), timeout=800), threading.local()
 
     def gather(text):
@@ -96,7 +96,7 @@ def lane_by_lane(docs, lanes, length, count):
     return np.stack([cut(q) for q in range(count)])
 
 
-def test_a_run_goes_on_with_other_processes_and_another_batch_size():
+def test_a_run_continues_with_other_processes_and_another_batch_size():
     found, text = [], None
     for count, batch_size, num_batches in ((2, 6, 3), (3, 4, 5), (1, 7, 2)):  # over the end of a pass, too
         group = processes(global_batches, batch_size, count)
@@ -212,7 +212,7 @@ def test_another_packing_is_refused_with_everything_that_differs():
     batches.close()
 
 
-def test_processes_out_of_step_and_rows_nobody_reads_are_no_position():
+def test_processes_out_of_step_and_rows_no_one_reads_are_no_position():
     for make in (global_batches, packed_batches):
         group = processes(make, 4, 2)
         next(group[1])

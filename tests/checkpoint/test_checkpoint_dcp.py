@@ -222,7 +222,7 @@ RUN_ERRORS = {
 
 
 @pytest.mark.parametrize("name", RUN_ERRORS)
-def test_damage_is_told(folder, name):
+def test_damage_is_reported(folder, name):
     damage, text = RUN_ERRORS[name]
     damage(folder)
     with pytest.raises(RunError, match=text) as caught:

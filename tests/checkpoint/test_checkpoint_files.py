@@ -1,4 +1,4 @@
-"""Packed files: whoever knows safetensors reads them, any box comes out of any pieces, and each is written once."""
+"""Packed files: any reader of safetensors reads them, any box comes out of any pieces, and each is written once."""
 
 import itertools
 from pathlib import Path
@@ -43,7 +43,7 @@ def inside(box):
     return tuple(slice(*limits) for limits in box)
 
 
-def test_whoever_knows_safetensors_reads_every_piece(tmp_path):
+def test_any_reader_of_safetensors_reads_every_piece(tmp_path):
     leaves = {f"a/{dtype}": drawn(dtype, (5, 3)) for dtype in DTYPES} | {"large": drawn("float32", (300, 500))}
     written(tmp_path, leaves | {"scalar": drawn("float32", ())}, [2, 100])
     with safe_open(tmp_path / "a.safetensors", "np") as file:

@@ -1,4 +1,4 @@
-"""What a restore will read is reported first: bytes, what is read in vain, and a warning where it is a lot."""
+"""What a restore will read is reported first: bytes, what is read for nothing, and a warning where it is a lot."""
 
 import jax
 import numpy as np

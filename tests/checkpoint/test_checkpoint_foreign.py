@@ -104,7 +104,7 @@ def test_a_composite_is_never_read_as_one_of_its_trees(tmp_path):
 
 
 def test_no_advice_leads_from_parameters_to_moments(tmp_path):
-    """Adam's have the tree of the parameters: they fit, and restoring them would be wrong without a word."""
+    """Adam's have the tree of the parameters: they fit, and restoring them would be wrong silently."""
     orbax_v1.save(str(tmp_path / "opt"), jax.tree.map(jnp.asarray, OPT))
     orbax_v1.save(str(tmp_path / "sgd"), jax.tree.map(jnp.asarray, {"trace": PARAMS}))
     orbax_v1.save(str(tmp_path / "two"), jax.tree.map(jnp.asarray, {"a": PARAMS, "b": EMA, **OPT}))
@@ -146,7 +146,7 @@ def test_one_tree_beside_notes_is_read_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("stored", ["new", "old"])
 def test_random_keys_by_plain_orbax(tmp_path, stored):
-    """Its description does not tell keys of the new form from numbers; both restore into both."""
+    """Its description does not distinguish  from numbers; both restore into both."""
     keys = {"new": jax.random.key(3), "old": jax.random.PRNGKey(3)}
     orbax_v1.save(str(tmp_path / "c"), {"key": keys[stored]})
     for wanted in keys.values():
@@ -176,7 +176,7 @@ def test_dcp_with_its_values(tmp_path):
 
 
 def test_a_value_of_dcp_is_unpickled_when_it_is_asked_for(tmp_path):
-    """One that names what is not allowed is left where it is; and whoever asks for it is reported."""
+    """One that names what is not allowed is left where it is; and that is reported to the one who asks for it."""
     write_dcp(tmp_path / "c", {"layer.w": split(W, 2), "layer.b": split(B, 2)}, {"step": 7, "bad": 0, "list": [1]})
     put_archive(tmp_path / "c", "bad", {"archive/data.pkl": pickle.dumps(os.system)})
     assert js.checkpoint.restore(tmp_path / "c", {**like(), "step": 0})["step"] == 7
@@ -191,7 +191,7 @@ def test_a_value_of_dcp_is_unpickled_when_it_is_asked_for(tmp_path):
         js.checkpoint.restore(tmp_path / "c", {**like(), "list": 0})
 
 
-def test_two_names_of_one_path_are_told_apart_by_the_user(tmp_path):
+def test_two_names_of_one_path_are_distinguished_by_the_user(tmp_path):
     write_safetensors(tmp_path / "c", Held({"layer.w": W, "layer/w": W}))
     with pytest.raises(CheckpointError, match=r"layer.w  and layer/w: layer/w"):
         js.checkpoint.restore(tmp_path / "c", {"layer": {"w": jnp.asarray(W)}})
@@ -297,8 +297,8 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
-def test_values_that_overflow_in_the_dtype_of_like_are_told(tmp_path, name):
-    """Beside the warning of the cast, which says nothing of them; values that were infinite stay so without a word."""
+def test_values_that_overflow_in_the_dtype_of_like_are_reported(tmp_path, name):
+    """Beside the warning of the cast, which says nothing of them; values that were infinite stay so silently."""
     stored, wanted, large = OVERFLOWS[name]
     rows = np.stack([np.full(8, 1.0), np.full(8, large), np.full(8, np.inf)]).astype(stored)
     layers = {str(n): row for n, row in enumerate(rows)}

@@ -92,7 +92,7 @@ def test_files_without_the_prefix_and_with_old_buffers_are_read():
     np.testing.assert_array_equal(read(source, "blocks/1/mlp/down/kernel"), arrays["h.1.mlp.c_proj.weight"])
 
 
-def test_what_is_missing_and_what_is_left_over_is_told():
+def test_what_is_missing_and_what_is_left_over_is_reported():
     arrays = {name: numbered(shape) for name, shape in HUGGING_FACE.items()} | {"lm_head.weight": numbered((11, 4))}
     del arrays["transformer.h.1.ln_2.bias"]
     arrays["transformer.h.0.attn.bias"] = numbered((4,))  # a bias, and no mask
@@ -150,7 +150,7 @@ def test_the_way_out_is_the_inverse():
     check_source(back, theirs)
 
 
-def test_names_that_do_not_fit_are_told():
+def test_names_that_do_not_fit_are_reported():
     theirs = {name: numbered(shape) for name, shape in THEIRS.items()} | {"wk.weight": numbered((4, 7))}
     with pytest.raises(CheckpointError, match="The stored arrays of qkv do not fit together") as caught:
         NamedSource(Held(theirs), LLAMA)
@@ -197,7 +197,7 @@ def test_arrays_of_experts_are_stacked_along_a_new_dim_and_written_one_by_one():
     assert stored.boxes == [(EXPERTS[1], (slice(2, 5), slice(0, 3)))]  # of the other experts nothing is read
 
 
-def test_arrays_that_do_not_stack_are_told():
+def test_arrays_that_do_not_stack_are_reported():
     theirs = of_experts() | {EXPERTS[2]: numbered((5, 3))}
     with pytest.raises(CheckpointError, match=r"(?s)experts/gate do not fit.*experts.2.w1  \(5, 3\).*a new dim 0"):
         NamedSource(Held(theirs), MIXTURE)

@@ -1,7 +1,7 @@
 """The mistakes that are made most: reported in four parts, before anything is read, with a line to paste.
 
-The texts lie in tests/golden/checkpoint_mistakes.txt. `UPDATE_GOLDEN=1 pytest` of this file
-writes it anew; then read its diff.
+The texts are in tests/golden/checkpoint_mistakes.txt. `UPDATE_GOLDEN=1 pytest` of this file
+writes it again; then read its diff.
 """
 
 import json

@@ -95,7 +95,7 @@ def test_a_checkpoint_of_before_is_restored(before, num_devices):
 
 
 @pytest.mark.parametrize("before", BEFORE, ids=lambda path: path.name)
-def test_a_series_of_before_goes_on(before, tmp_path):
+def test_a_series_of_before_continues(before, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(before, folder)
     assert js.checkpoint.verify(folder / "100").is_good

@@ -269,7 +269,7 @@ def test_tied_parameters_go_to_both_places(tmp_path):
     np.testing.assert_array_equal(restored["a"].kernel, untied["a"].kernel)
 
 
-def test_only_what_lies_below_a_path(saved):
+def test_only_what_is_below_a_path(saved):
     own = state(2)
     for only, count in (("model/blocks/0", 1), ("model/blocks", 2), ("ema", 1), ("step", 1)):
         taken, _ = from_saved(checkpoint.restore(saved, like=own, only=only), own)

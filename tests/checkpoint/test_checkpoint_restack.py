@@ -70,7 +70,7 @@ def assert_equal(found, wanted):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Both forms, each with numbers of its own: the states, and where they lie."""
+    """Both forms, each with numbers of its own: the states, and where they are."""
     folder = tmp_path_factory.mktemp("restack")
     states = {scan: drawn(like(scan)) for scan in (False, True)}
     for scan, state in states.items():
@@ -89,7 +89,7 @@ def test_model_optimizer_and_keys(saved, scan, sizes):
     for name in ("model", "optimizer"):
         for a, b in zip(*(jax.tree.leaves(nnx.state(state[name])) for state in (restored, target)), strict=True):
             assert a.dtype == b.dtype
-            assert b.sharding is None or a.sharding.is_equivalent_to(b.sharding, a.ndim)  # an abstract key lies nowhere
+            assert b.sharding is None or a.sharding.is_equivalent_to(b.sharding, a.ndim)  # an abstract key is nowhere
 
 
 def test_only_the_parameters_of_the_other_form(saved):

@@ -89,7 +89,7 @@ def test_nothing_is_replaced_and_a_failed_write_leaves_nothing(tmp_path, monkeyp
     assert list((tmp_path / "d").iterdir()) == []
 
 
-def test_what_cannot_be_written_is_told_before(tmp_path):
+def test_what_cannot_be_written_is_reported_before(tmp_path):
     with pytest.raises(CheckpointError, match=r"not support the dtypes of 1 array.\n  where: w  complex128"):
         write_safetensors(tmp_path / "c", Held({"w": W.astype(np.complex128), "x": W}))
     assert not (tmp_path / "c").exists()
@@ -125,7 +125,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_header_is_told(tmp_path, name):
+def test_a_damaged_header_is_reported(tmp_path, name):
     header, text = DAMAGED[name]
     path = tmp_path / "model.safetensors"
     if name in ("empty", "huge"):
@@ -168,7 +168,7 @@ def test_whole_arrays_by_pytorch_are_read(tmp_path):
         SafetensorsSource(write_raw(path, header, EIGHT))
 
 
-def test_an_index_that_does_not_fit_is_told(tmp_path):
+def test_an_index_that_does_not_fit_is_reported(tmp_path):
     write_safetensors(tmp_path, Held({"a": W, "b": W}), max_shard_bytes=W.nbytes)
 
     def put(index):
@@ -206,7 +206,7 @@ def indexed(folder, weight_map):
     ],
 )
 def test_an_index_and_its_files_name_the_same_arrays(tmp_path, capsys, weight_map, line):
-    """A tensor that only one of them has would be lost without a word, or read from another checkpoint's file."""
+    """A tensor that only one of them has would be lost silently, or read from another checkpoint's file."""
     folder = indexed(tmp_path / "theirs", weight_map)
     for path in (folder, folder / INDEX):
         with pytest.raises(RunError, match="do not fit its index") as caught:
@@ -290,7 +290,7 @@ def test_nothing_to_read(tmp_path):
         SafetensorsSource("gs://bucket/model.safetensors")
 
 
-def test_a_file_that_is_cut_after_it_was_opened_is_told(tmp_path):
+def test_a_file_that_is_cut_after_it_was_opened_is_reported(tmp_path):
     path = write_safetensors(tmp_path, Held({"w": W}))[0]
     source = SafetensorsSource(path)
     os.truncate(path, 300)

@@ -123,14 +123,14 @@ def test_at_least_one_is_kept(tmp_path):
         Checkpointer(tmp_path, keep=0)
 
 
-def test_looking_and_reading_writes_nothing_and_meets_nobody(tmp_path, monkeypatch):
+def test_looking_and_reading_writes_nothing_and_meets_no_one(tmp_path, monkeypatch):
     """One of several processes may look, as for --init-from; and a folder that is mounted to be read can be."""
     Checkpointer(tmp_path / "run" / "checkpoints").save(1, {"step": 1})
     (tmp_path / "theirs.safetensors").touch()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.rglob("*"))}
 
     def meeting(*args, **kwargs):
-        raise AssertionError("nobody comes to it")
+        raise AssertionError("no one comes to it")
 
     with monkeypatch.context() as many:
         many.setattr(jax, "process_count", lambda: 2)
@@ -251,7 +251,7 @@ def test_a_save_that_fails_may_be_a_warning_but_for_who_waits_for_it(tmp_path, m
     assert ckpt.steps() == [3]
 
 
-def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch):
+def test_all_processes_continue_from_what_the_first_one_sees(tmp_path, monkeypatch):
     checkpoints = Checkpointer(tmp_path)
     assert checkpoints.agreed_latest() is None
     checkpoints.save(1, {"step": 1})

@@ -90,7 +90,7 @@ def test_surplus_parameters_are_an_error_that_names_them_unless_they_are_skipped
         restored = checkpoint.restore(tmp_path / "c", like, only="params", extra="ignore")
     assert restored["params"]["blocks"]["1"]["kernel"][0, 0] == 2
     whole = {"params": nested({name: x * 0 for name, x in LAYERS.items()})}
-    restored = checkpoint.restore(tmp_path / "c", whole, only="params")  # values and optimizer state: without a word
+    restored = checkpoint.restore(tmp_path / "c", whole, only="params")  # values and optimizer state: silently
     assert restored["params"]["blocks"]["2"]["kernel"][0, 0] == 3
 
 
@@ -99,7 +99,7 @@ def trained(num_layers, **options):
     return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), "step": 3}
 
 
-def test_only_params_of_a_training_state_skips_what_is_no_parameter_without_a_word(tmp_path):
+def test_only_params_of_a_training_state_skips_what_is_no_parameter_silently(tmp_path):
     """Optimizer state, random keys and counters of the model, and statistics that the model has a place for."""
     checkpoint.save(tmp_path / "c", trained(2, has_statistics=True))
     for like in (Net(2, has_statistics=True), Net(2, has_statistics=True, rate=0)):

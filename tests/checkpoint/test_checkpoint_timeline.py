@@ -83,7 +83,7 @@ def test_the_slowest_process_is_named_with_its_phase(run, capsys):
     assert one["verdict"] == "one process: most of it is read, 1.90 s (76%)"
 
 
-def test_waiting_for_others_makes_nobody_slow(tmp_path):
+def test_waiting_for_others_makes_no_one_slow(tmp_path):
     """Who waits in plan or commit is not who is slow there."""
     first, second = process(0, 0.0), process(1, 0.0)
     first["phases"][0] = ["plan", -3.0, 0.01]

@@ -63,7 +63,7 @@ def deleted(array):
 
 @pytest.mark.parametrize("spec", [("fsdp",), ()], ids=["sharded", "on every device"])
 @pytest.mark.parametrize("end", [None, donated, deleted], ids=["kept", "donated", "deleted"])
-def test_nobody_reads_into_memory_that_is_in_use(saved, spec, end):
+def test_no_one_reads_into_memory_that_is_in_use(saved, spec, end):
     like = {"w": jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=sharding(*spec))}
     array = checkpoint.restore(saved / "ones", like)["w"]
     views = [np.asarray(shard.data) for shard in array.addressable_shards]

@@ -205,7 +205,7 @@ def test_of_many_that_take_a_series_whose_run_is_silent_one_gets_it(
 
     with pytest.warns(CheckpointWarning, match="may still write to it; waiting"), ThreadPoolExecutor(4) as pool:
         list(pool.map(take, leases))
-    # Others may come to it once more, as the winner is as silent: nobody has it who was not the last.
+    # Others may come to it once more, as the winner is as silent: no one has it who was not the last.
     assert taken
     holders = []
     for lease in taken:

@@ -1,6 +1,6 @@
 """Whatever is wrong with a request: reported in four parts, with an exit code, and nothing on the disk changes.
 
-The texts lie in tests/golden/bad_input.txt. `UPDATE_GOLDEN=1 pytest` of this file writes it anew; then
+The texts are in tests/golden/bad_input.txt. `UPDATE_GOLDEN=1 pytest` of this file writes it again; then
 read its diff.
 """
 

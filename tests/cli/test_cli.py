@@ -1,4 +1,4 @@
-"""The `jshard train` command end to end: a run, a run that goes on, a plan without devices."""
+"""The `jshard train` command end to end: a run, a run that continues, a plan without devices."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def read_terminal(terminal):
     while True:
         try:
             read = os.read(terminal, 4096)
-        except OSError:  # how Linux says that nobody writes any more
+        except OSError:  # how Linux says that no one writes any more
             read = b""
         if not read:
             return written.decode().replace("\r\n", "\n")
@@ -102,7 +102,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
     recipe = json.loads((out / "run.json").read_text())["recipe"]
     assert (recipe["seed"], recipe["eval_every"], recipe["num_steps"]) == (5, 1, 2)
 
-    # Found by itself: the newest run of the recipe. Only what is given anew changes.
+    # Found by itself: the newest run of the recipe. Only what is given again changes.
     assert cli.main(["train", "my_model.py", "--resume", "--steps", "3", *how]) == 0
     said = capsys.readouterr().out
     assert "\nnum_steps is 3, was 2\n" in said
@@ -125,7 +125,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
     assert cli.main(["train", "my_model.py", "--resume", *how]) == 0
     assert "nothing is left to train: 3 steps are done, and 3 were requested" in capsys.readouterr().out
 
-    # It goes on with its own parameters; a job script may say again what it began with, which may be gone.
+    # It continues with its own parameters; a job script may say again what it began with, which may be gone.
     again = ["train", "my_model.py", "--resume", "--init-from", "theirs.safetensors", "--dry-run"]
     assert cli.main(again) == 2
     assert "runs/my_model-micro-2 started from new parameters, and continues with its own." in capsys.readouterr().err

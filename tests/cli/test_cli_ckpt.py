@@ -1,4 +1,4 @@
-"""`jshard ckpt`: what it tells of checkpoints, and that what it writes holds the same values."""
+"""`jshard ckpt`: what it says of checkpoints, and that what it writes holds the same values."""
 
 import json
 import shutil
@@ -284,7 +284,7 @@ def test_export_and_import_under_the_names_of_others(run, ckpt):
 
 
 def test_export_of_what_the_model_lacks_is_refused_unless_it_is_said(run, ckpt, capsys):
-    """A model of fewer layers: the layer of a stack, and the leaves of one by one, that nobody wants."""
+    """A model of fewer layers: the layer of a stack, and the leaves of one by one, that no one wants."""
     source = run / "checkpoints" / "100"
     one_by_one = {"tokens": jnp.ones((32, 8)), "norm": jnp.ones(3)}
     one_by_one["blocks"] = {str(n): {"kernel": jnp.ones((16, 8)), "bias": jnp.ones(8)} for n in range(2)}
@@ -327,7 +327,7 @@ def written_by_the_package(name, arrays):
 
 
 def test_an_imported_file_is_restored_as_the_file_itself(ckpt):
-    """Dots and slashes are between the keys of a path in both: nobody could ask for a leaf that was called `a.b`."""
+    """Dots and slashes are between the keys of a path in both: no one could ask for a leaf that was called `a.b`."""
     arrays = {"layer.w": np.arange(4, dtype=np.float32), "layer.0.b": np.ones(3, np.float32)}
     written_by_the_package("c", arrays)
     like = {"layer": {"w": jnp.zeros(4), "0": {"b": jnp.zeros(3)}}}

@@ -37,7 +37,7 @@ def test_every_gpu_and_every_kernel_has_its_row(capsys):
 
 
 def test_the_whole_table(capsys):
-    """Of every kernel on every GPU: `UPDATE_GOLDEN=1 pytest` of this file writes it anew; then read its diff."""
+    """Of every kernel on every GPU: `UPDATE_GOLDEN=1 pytest` of this file writes it again; then read its diff."""
     assert cli.main(["occupancy", "--nccl", "2.30.7"]) == 0
     said = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
     if "UPDATE_GOLDEN" in os.environ:

@@ -1,4 +1,4 @@
-"""`jshard plan`: the plan without a cluster, the request for one, its process, and a report that tells what fits."""
+"""`jshard plan`: the plan without a cluster, the request for one, its process, and a report that says what fits."""
 
 import json
 import pickle
@@ -117,7 +117,7 @@ def interpreter(folder, monkeypatch, script):
     monkeypatch.setattr(sys, "executable", str(path))
 
 
-def test_a_crash_is_told_with_the_last_lines(folder, monkeypatch):
+def test_a_crash_is_reported_with_the_last_lines(folder, monkeypatch):
     interpreter(folder, monkeypatch, "seq 1 20; echo 'F0000 check failed' >&2; kill -6 $$")
     with pytest.raises(CompileError) as error:
         compile_step(request())
@@ -132,7 +132,7 @@ def test_a_crash_is_told_with_the_last_lines(folder, monkeypatch):
     )
 
 
-def test_a_killed_process_is_told_as_one_without_memory(folder, monkeypatch):
+def test_a_killed_process_is_reported_as_one_without_memory(folder, monkeypatch):
     interpreter(folder, monkeypatch, "kill -9 $$")
     with pytest.raises(CompileError, match="signal 9, without output") as error:
         compile_step(request())
@@ -222,7 +222,7 @@ def test_a_cluster_that_fits_and_one_that_does_not(folder, capsys):
 
 
 @needs_gpu_compiler
-def test_an_error_of_the_model_is_told_in_four_parts(folder, capsys):
+def test_an_error_of_the_model_is_reported_in_four_parts(folder, capsys):
     assert plan("--topology", "h100:1x2", "--set", "sequence_length=64") == 2
     said = capsys.readouterr().err
     assert "ModelFileError: The model refuses the batches of the recipe." in said

@@ -100,7 +100,7 @@ def test_one_page_beside_it(run, capsys):
     )
 
 
-def test_the_page_about_it_tells_every_option():
+def test_the_page_about_it_reports_every_option():
     page = (MODELS.parent / "docs" / "profiling.md").read_text()
     for field in dataclasses.fields(TraceArgs):
         assert field.name == "path" or f"| `--{field.name}" in page

@@ -21,7 +21,7 @@ COMMANDS = {
     "ckpt export": ["ckpt", "export", "RUN", "out"],
     "ckpt export of a checkpoint": ["ckpt", "export", "RUN/checkpoints/1", "out"],
 }
-# Does not end quietly, whoever executes it.
+# Does not end quietly, no matter who executes it.
 EVIL = "import pathlib; pathlib.Path(__file__).with_name('it-ran').touch(); raise SystemExit(3)\n"
 
 

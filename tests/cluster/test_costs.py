@@ -28,7 +28,7 @@ def cost(costs, *, replica=1, fsdp=8, accumulate=None, **units):
 
 
 def explained(costs: Costs, variant: Variant):
-    """The memory that `js.explain` tells of a whole microbatch on the real mesh."""
+    """The memory that `js.explain` reports for a whole microbatch on the real mesh."""
     model_file, recipe = costs.model_file.with_units(variant.units), costs.recipe
     mesh = js.mesh(**variant.mesh, devices=costs.machine.num_devices)
     model = abstract_model(model_file, recipe, mesh)
@@ -43,7 +43,7 @@ def explained(costs: Costs, variant: Variant):
     [(2, 2, {"prefetch": 2}), (1, 3, {"remat": "full"}), wide(4, None, {"remat": "dots"})],
     ids=["hsdp", "full", "dots"],
 )
-def test_memory_is_what_explain_tells(costs, replica, accumulate, units):
+def test_memory_is_what_explain_reports(costs, replica, accumulate, units):
     """Though only two small batches on two devices are traced: what is saved grows as a straight line."""
     found = cost(costs, replica=replica, fsdp=8 // replica, accumulate=accumulate, **units)
     reported = dataclasses.asdict(explained(costs, found.variant))

@@ -1,4 +1,4 @@
-"""What `jshard plan --topology` tells beside the step asked for: a comparison, a suggestion, what a search chose."""
+"""What `jshard plan --topology` reports beside the step asked for: a comparison, a suggestion, what a search chose."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_the_json_has_what_is_published_of_runs_and_where_the_time_goes():
     assert sum(stated["exposed_by_kind_s"].values()) == pytest.approx(stated["exposed_s"])
 
 
-def test_a_replay_of_a_compiled_step_tells_that_it_follows_no_copies():
+def test_a_replay_of_a_compiled_step_reports_that_it_follows_no_copies():
     step = step_of(request_of(HOST), peak_bytes=2**30)
     away = dataclasses.replace(step.memory, host_arguments_bytes=2**31, host_temporaries_bytes=2**30)
     plans = [ClusterPlan.of(one, cluster=HOST, name="x") for one in (step, dataclasses.replace(step, memory=away))]

@@ -96,7 +96,7 @@ def test_what_was_asked_for_gives_way_to_what_is_suggested(monkeypatch):
 
 
 @pytest.mark.wide
-def test_parameters_may_be_let_go_and_spread_wider(monkeypatch):
+def test_parameters_may_be_freed_and_spread_wider(monkeypatch):
     """A model whose state fills a device: nothing but more shards can help."""
     mesh = mesh_of(HOST, replica=8)
     settings = "model.d_model=16384", "model.d_ff=65536", "batch_size=8", "model.n_layer=4"

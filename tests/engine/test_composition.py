@@ -124,7 +124,7 @@ def test_any_batch_runs_in_global_view_and_outside():
     run = nnx.jit(lambda model, x: model(x))
     with js.global_view():
         np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
-    # The jitted function is traced anew outside, where each device computes all of a batch that does not divide.
+    # The jitted function is traced again outside, where each device computes all of a batch that does not divide.
     np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""An expert axis: experts lie apart, everything else is sharded over `fsdp` and `expert` together."""
+"""An expert axis: experts are apart, everything else is sharded over `fsdp` and `expert` together."""
 
 import dataclasses
 import math
@@ -57,10 +57,10 @@ def of_experts():
 
 
 @pytest.mark.wide
-def test_experts_lie_apart_and_are_sharded_besides(of_experts):
+def test_experts_are_placed_apart_and_are_sharded_besides(of_experts):
     gate = of_experts.plan.leaf("blocks/moe/experts/gate").placement
     assert gate.spec == (None, "expert", None, "fsdp") and gate.shards == 4
-    assert gate.gathered_bytes * 2 == gate.logical_bytes  # never more than those that lie here
+    assert gate.gathered_bytes * 2 == gate.logical_bytes  # never more than those that are here
     q = of_experts.plan.leaf("blocks/attention/q/kernel").placement
     assert q.spec == (None, ("fsdp", "expert"), None) and q.shards == 4
     assert q.gathered_bytes == q.logical_bytes

@@ -91,7 +91,7 @@ def test_what_is_frozen_is_not_reduced(case):
     assert found["psum"] <= times * CONFIG.layers * CONFIG.hidden + 8  # their biases, and the loss
     everything = sent(grad(nnx.Param), build())
     assert everything["reduce_scatter"] == times * (2 * CONFIG.layers * KERNEL + TABLE)
-    assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it goes on
+    assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it continues
 
 
 def test_what_backward_does_not_need_is_gathered_once():
@@ -221,7 +221,7 @@ def is_adapter(path: str) -> bool:
 
 
 def test_only_adapters_are_reduced():
-    """Large ones by a reduce-scatter; small ones, as most are, lie whole on every device."""
+    """Large ones by a reduce-scatter; small ones, as most are, are whole on every device."""
     grad = lambda m, x: nnx.value_and_grad(lora_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, x)
     adapters = 2 * (WIDTH * RANK + RANK * HIDDEN) + 2 * WIDTH * RANK
     found = sent(grad, js.abstract_init(build(), lora_annotator(min_size=256)), (ROWS,))
@@ -256,3 +256,20 @@ def test_a_base_is_read_into_a_model_with_adapters_and_the_adapters_by_themselve
     for path, x in flat(nnx.state(again, nnx.LoRAParam)).items():
         np.testing.assert_array_equal(x, trained[path])
         assert not re.search("lora_b", path) or (x != start[path]).any()
+
+
+class Scaled(nnx.Module):
+    """A scalar whose gradient is stopped: in the backward program it is the literal 0."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x) * jax.lax.stop_gradient(self.scale[...])
+
+
+def test_a_scalar_without_use_has_the_gradient_0():
+    model = js.fully_shard(Scaled(nnx.Rngs(0)), mesh=js.mesh())
+    grads = nnx.grad(lambda model, x: model(x).sum())(model, jnp.ones((8, 16)))
+    assert grads["scale"][...] == 0

@@ -75,7 +75,7 @@ def shard_dim(path: str, shape: tuple[int, ...]) -> int | None:
 
 
 def last_dim_of_layer(path: str, shape: tuple[int, ...]) -> int | None:
-    """The same for stacked layers, whose first dim is none of theirs."""
+    """The same for stacked layers, whose first dim is not theirs."""
     placement = path.split("/")[-1].split("_")[0]
     if len(shape) < 2 or placement not in ("first", "last"):
         return None

@@ -1,4 +1,4 @@
-"""A loop over layers, whoever wrote it, gathers a trip's weights in the trip before, and gives the same gradients."""
+"""A loop over layers gathers a trip's weights in the trip before, whatever its form, and gives the same gradients."""
 
 import dataclasses
 import functools
@@ -246,7 +246,7 @@ SETTINGS = {
     ("name", "settings"),
     [(name, "as it is") for name in FORMS] + [(name, how) for name in ("nested", "jax.checkpoint") for how in SETTINGS],
 )
-def test_no_schedule_gathers_or_reduces_in_vain(name, settings):
+def test_no_schedule_gathers_or_reduces_for_nothing(name, settings):
     settings, part = SETTINGS[settings]
     program, model = traced(name, **settings)
     total = sum(leaf.placement.size for leaf in js.plan(model).leaves)

@@ -76,7 +76,7 @@ def test_no_worse_than_half_precision_on_one_device(truth, one_device_in_half):
 
 def test_masters_and_optimizer_state_stay_float32():
     model = half(js.mesh(), SMALL)
-    optimizer = js.shard_optimizer(model, optax.adamw(1e-6))  # steps below what bfloat16 can tell apart
+    optimizer = js.shard_optimizer(model, optax.adamw(1e-6))  # steps below what bfloat16 can distinguish
     before = flat(nnx.state(model, nnx.Param))
 
     @nnx.jit

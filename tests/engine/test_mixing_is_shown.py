@@ -127,7 +127,7 @@ def test_explain_lists_the_lines_of_a_linen_model():
     assert lines_of(js.explain(model).mixing) == {"return h @ h.T": BATCH_BYTES}
 
 
-def test_audit_tells_the_lines_apart_from_parameters():
+def test_audit_distinguishes_the_lines_from_parameters():
     model = annotated("Audited")
     found = audit(quietly(model), model=model)
     assert found.ok, found.differences

@@ -18,7 +18,7 @@ DIRECTION = np.cos(np.arange(ROWS.size, dtype=np.float32)).reshape(ROWS.shape)
 
 @jax.custom_jvp
 def doubling(x: jax.Array) -> jax.Array:
-    """A rule that is not the derivative, and that calls the function: whoever loses it gives other numbers."""
+    """A rule that is not the derivative, and that calls the function: code that loses it gives other numbers."""
     return jnp.sin(x)
 
 

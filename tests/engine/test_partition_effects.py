@@ -1,4 +1,4 @@
-"""Effects happen once, arrays lie where the user said; what stays split gathers nothing, and sums come late."""
+"""Effects happen once, arrays are where the user said; what stays split gathers nothing, and sums come late."""
 
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +84,7 @@ def test_callbacks_in_backward():
     assert len(seen) == 1 and seen[0][0].shape == (32, 16)
 
 
-# ---- where arrays lie
+# ---- where arrays are
 
 
 def constraints_of_the_user(found):

@@ -95,7 +95,7 @@ def test_each_pair_of_products_reduces_once_forward_and_once_backward(step):
 
 
 def test_nothing_else_goes_over_the_tensor_axis_but_tokens_and_scores(step):
-    """The rows of the table that lie elsewhere, the gradient of what they score, and the softmax over both parts."""
+    """The rows of the table that are elsewhere, the gradient of what they score, and the softmax over both parts."""
     rest = [row for row in step.rows if "tensor" in row.over and not (row.unit or "").startswith("blocks")]
     assert {(row.kind, row.over) for row in rest} == {("all-reduce", ("tensor",))}
     assert sum(row.total_bytes for row in rest) <= 2.1 * ACTIVATION

@@ -1,6 +1,6 @@
 """The program itself says when a unit may be gathered: how early, no earlier, and in which order gradients go.
 
-XLA drops a barrier's output that nobody uses, with what went in for it; then the chain falls away without a word. So
+XLA drops a barrier's output that no one uses, with what went in for it; then the chain falls away silently. So
 the dependencies are read after the same pruning.
 """
 
@@ -257,7 +257,7 @@ def test_a_loop_stands_in_the_order_of_the_units_around_it(ahead):
             assert region.waits_for(gather, [loop]) and not region.waits_for(gather, last_trips)
 
 
-def test_reductions_go_on_in_order_through_a_loop():
+def test_reductions_continue_in_order_through_a_loop():
     """Else gradients of a loop's last trip would be held until the step ends."""
     backward = Region(looped(1)[1])
     of_last_trip = backward.find("reduce_scatter", "layers/*", backward=True)[-1:]

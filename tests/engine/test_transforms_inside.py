@@ -210,7 +210,7 @@ def loss(model, x):
 
 
 def jitted() -> Any:
-    """Made anew, as a trace that is kept runs no Python."""
+    """Made again, as a trace that is kept runs no Python."""
     return nnx.jit(lambda model, x: nnx.value_and_grad(loss)(model, x))
 
 

@@ -91,7 +91,7 @@ def abstract(mesh, **settings):
 
 @functools.cache
 def audited():
-    """The gradients, compiled for abstract arrays, and what the audit says of it; no optimizer says where they lie."""
+    """The gradients, compiled for abstract arrays, and what the audit says of it; no optimizer says where they are."""
     model = abstract(js.mesh(replica=2))
     error = lambda model, ids, targets: jnp.mean((model(model.table(ids)) - targets) ** 2)
     lowered = nnx.jit(lambda model, *batch: nnx.value_and_grad(error)(model, *batch)).lower(model, *DATA).lowered
@@ -119,7 +119,7 @@ def grad_of(model, grad, state, *batch):
     return grad(loss_fn)(live, *batch)
 
 
-# ---- Where it lies ---------------------------------------------------------------------------
+# ---- Where it is ---------------------------------------------------------------------------
 
 
 def test_parameters_gradients_and_optimizer_state_are_sharded_as_of_any_unit():
@@ -161,7 +161,7 @@ def test_explain_says_never():
     assert "3,168 of them, 12.38 KiB = P, are" in text and "frozen" not in text
 
 
-def test_the_audit_tells_if_the_compiler_gathers_it_after_all():
+def test_the_audit_reports_if_the_compiler_gathers_it_after_all():
     loss = lambda model, ids, targets: jnp.mean((model(model.table.all_of_it(ids)) - targets) ** 2)
     model = abstract(js.mesh())
     step = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss)(model, *batch))

@@ -208,7 +208,7 @@ def test_vectors_and_what_is_kept_are_not_rounded():
     assert wires["blocks/0/down/kernel"] and not wires["blocks/0/up/kernel"] and not wires["blocks/0/up/bias"]
 
 
-def test_training_goes_on_as_without():
+def test_training_continues_as_without():
     """Ten steps of AdamW: losses within half a percent."""
     losses = {}
     for precision in (js.MixedPrecision(reduce_dtype="float32"), HALF):

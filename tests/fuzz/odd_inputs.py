@@ -1,4 +1,4 @@
-"""Inputs that nobody writes on purpose: changes of a good one, each place in turn, or several by a seed.
+"""Inputs that no one writes on purpose: changes of a good one, each place in turn, or several by a seed.
 
 The property of every reader: it returns, or it raises an error in four parts, within bounded time and memory.
 """

@@ -11,7 +11,7 @@ def event(name, begin_us, end_us, **details):
 
 
 def kernel(op, begin_us, end_us, *, name="fused_kernel", module="step"):
-    """A kernel on a GPU, which tells its operation."""
+    """A kernel on a GPU, which names its operation."""
     return event(name, begin_us, end_us, hlo_op=op, hlo_module=module, program_id=7)
 
 

@@ -1,4 +1,4 @@
-"""`js.check` finds a fault that is put back: each mutation gave wrong numbers once, without a word."""
+"""`js.check` finds a fault that is put back: each mutation gave wrong numbers once, silently."""
 
 import dataclasses
 from collections.abc import Callable

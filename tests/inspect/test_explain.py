@@ -1,4 +1,4 @@
-"""`explain` says what the plan says, tells plan from estimate, and prints on any terminal."""
+"""`explain` says what the plan says, distinguishes plan from estimate, and prints on any terminal."""
 
 import contextlib
 import gc

@@ -17,7 +17,7 @@ WIDE = Config(layers=12, width=512, hidden=2048, vocab=64, scanned=True)
 
 
 def bytes_on(device: jax.Device, tree: object) -> int:
-    """Bytes of the arrays in a tree that lie on a device."""
+    """Bytes of the arrays in a tree that are on a device."""
     shards = (s for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device)
     return sum(s.data.nbytes for s in shards)
 

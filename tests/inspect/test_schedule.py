@@ -1,4 +1,4 @@
-"""The reader of schedules tells what runs beside each collective, and refuses what it does not understand."""
+"""The reader of schedules says what runs beside each collective, and refuses what it does not understand."""
 
 import jax
 import jax.numpy as jnp
@@ -239,7 +239,7 @@ def test_a_loop_of_unknown_length_counts_its_collectives_once_per_iteration():
     )
 
 
-def test_what_is_not_counted_is_told():
+def test_what_is_not_counted_is_reported():
     text = program(
         '%c = f32[8]{0} custom-call(%shard), custom_call_target="my_kernel"',
         *ENDLESS,

@@ -115,7 +115,7 @@ def test_gpus_by_streams(tmp_path):
     assert [r.name for r in found.by_instruction] == ["reduce-scatter.1", "all-gather.1"]
 
 
-def test_gpus_without_the_programs_text_tell_kinds_only(tmp_path):
+def test_gpus_without_the_programs_text_report_kinds_only(tmp_path):
     found = js.read_profile(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150, 300)))
     assert [s.number for s in found.steps] == [1, 2, 3]
     assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 30, 20, 10), (40, 25, 25, 10)}

@@ -59,7 +59,7 @@ def test_a_line_that_sends_more_than_it_asked_for_is_a_difference(plan: js.Shard
     assert "2.00 KiB compiled for vae.py:35 (VAE.__call__), which needs 256 B" in str(more)
 
 
-def test_what_has_no_name_is_told_by_who_reads_it(plan: js.ShardPlan):
+def test_what_has_no_name_is_reported_by_who_reads_it(plan: js.ShardPlan):
     """Of the shape of a kernel, and yet the table's: the gradients of its rows, from a compiler that names no unit."""
     read_by = lambda *units: dataclasses.replace(sent("all-gather", (WIDTH, WIDTH)), read_by=units)
     assert split_by_plan([read_by("table")], plan) == ([], [read_by("table")])
@@ -111,7 +111,7 @@ def window(*lines: str, computations: str = "") -> Window:
     ],
     ids=["at once", "behind an operation of no unit", "before another unit"],
 )
-def test_the_units_that_read_it_first_are_told(readers: list[str]):
+def test_the_units_that_read_it_first_are_reported(readers: list[str]):
     assert window(*GRADIENT, *readers).read_by == ("table",)
 
 
@@ -121,14 +121,14 @@ def test_what_is_fused_is_looked_into():
     assert window(*GRADIENT, *outside, computations=inside(None)).read_by == ("table",)
 
 
-def test_nothing_is_told_of_what_goes_into_a_loop():
+def test_nothing_is_reported_of_what_goes_into_a_loop():
     layer = body("layer", dot("b"), results="%next, %shard")
     assert window(*GRADIENT, read("rows", "table"), *loop("layer", 2, "%moved"), computations=layer).read_by == ()
 
 
 @pytest.mark.parametrize("cast", ["convert(%shard)", "slice(%shard)", "fusion(%shard), calls=%cast"])
-def test_nothing_is_told_of_what_is_stored(cast: str):
-    """A parameter that the compiler gathers counts, whoever reads it."""
+def test_nothing_is_reported_of_what_is_stored(cast: str):
+    """A parameter that the compiler gathers counts, no matter who reads it."""
     made = f"%made = f32[250000]{{0}} {cast}"
     body = "%a = f32[250000]{0} parameter(0)", "ROOT %b = f32[250000]{0} convert(%a)"
     found = window(made, *GRADIENT[1:], read("rows", "table"), computations=computation("cast", *body))

@@ -153,7 +153,7 @@ class Named(nn.Module):
         return nn.with_logical_constraint(nn.Dense(64, kernel_init=logical)(self.perturb("x", x)), ("batch", "mlp"))
 
 
-def test_parameters_lie_as_init_has_shown_whatever_their_boxes():
+def test_parameters_are_placed_as_init_has_shown_whatever_their_boxes():
     model = js.fully_shard(Named(), mesh=js.mesh(fsdp=4, tensor=2), units=nn.Dense)
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     init = lambda: nn.unbox(model.init(jax.random.key(0), x))

@@ -52,7 +52,7 @@ def test_what_is_frozen_is_not_reduced(settings):
     assert found["reduce_scatter"] == LAYERS * KERNEL
     assert found["psum"] <= LAYERS * 4 * WIDTH + 8  # their biases, and the loss
     assert everything["reduce_scatter"] == 2 * LAYERS * KERNEL + TABLE * (1 if settings else 2)  # one is tied
-    assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it goes on
+    assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it continues
 
 
 # What comes out.
@@ -124,7 +124,7 @@ def test_in_the_place_of_a_frozen_gradient_is_nothing():
     assert isinstance(grads["table"]["embedding"], optax.MaskedNode)
     assert [x.shape for x in jax.tree.leaves(grads["block_0"])] == [(4 * WIDTH,), (WIDTH, 4 * WIDTH)]
     tx = optax.adamw(1e-3)
-    with pytest.raises(ValueError, match="Frozen"):  # and not decayed without a word
+    with pytest.raises(ValueError, match="Frozen"):  # and not decayed silently
         jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, params), params)
 
 

@@ -215,7 +215,7 @@ NOISY = {"depth": 1, "rate": 0.1, "norm": True}
 
 
 def test_a_checkpoint_of_a_run_is_read_by_a_loop_of_ones_own(tmp_path):
-    """Each variable lies under its Linen name."""
+    """Each variable is under its Linen name."""
     text = tmp_path / "fox.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     data = load_text([text], sequence_length=RECIPE.sequence_length)
@@ -311,7 +311,7 @@ class Late(nn.Module):
     [(Taken(), "Taken: rngs"), (Late(), "Late: batch_stats/late")],
     ids=["name", "variable"],
 )
-def test_what_a_run_cannot_hold_is_told(module, message):
+def test_what_a_run_cannot_hold_is_reported(module, message):
     mesh = js.mesh()
     with pytest.raises(AnnotationError, match=message):
         lowered_step(file_of(module, None), RECIPE, mesh)

@@ -94,7 +94,7 @@ def test_nothing_is_computed_in_host_memory():
     assert sum(eqn.primitive.name == "device_put" for eqn in found) == 2 * 4 + 1 + 4 * 5
 
 
-def test_an_update_that_was_changed_or_is_for_others_is_added_anew():
+def test_an_update_that_was_changed_or_is_for_others_is_added_again():
     state = trained(offload="params")
     gradients = jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), state.params)
 
@@ -131,7 +131,7 @@ def test_state_that_is_padded_lives_there_too():
     assert jax.tree.structure(found.opt_state) == jax.tree.structure(wanted.opt_state)
 
 
-def test_state_that_is_made_later_lies_there_too():
+def test_state_that_is_made_later_is_placed_there_too():
     state = trained(offload="params")
     for init in (state.tx.init, jax.jit(state.tx.init)):
         assert kinds(init(state.params)) == kinds(state.opt_state)

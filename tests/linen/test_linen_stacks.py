@@ -60,7 +60,7 @@ def test_explain_names_layers_that_no_unit_names(units, unit, how):
 
 
 @pytest.mark.parametrize(("units", "loop", "whole"), [("head", 2, False), (Stack, 0, True)], ids=str)
-def test_the_program_does_as_told(units, loop, whole):
+def test_the_program_does_as_instructed(units, loop, whole):
     """A layer's kernel at a time, forward and backward; or those of all layers before the first."""
     model = annotated(units=units)
     params = js.abstract_init(lambda: model.init(jax.random.key(0), SHAPE)["params"], model)

@@ -48,7 +48,7 @@ def test_trains_sharded_as_on_one_device():
 
 @pytest.mark.wide
 def test_no_collective_has_the_size_of_a_table():
-    """Neither a table nor its gradient, whole or in part; and its optimizer state lies as it does."""
+    """Neither a table nor its gradient, whole or in part; and its optimizer state is as it does."""
     recipe = smaller(MICRO, batch_size=16, rows=(65_536, 65_536, 65_536))
     file, mesh = model_file("dhen"), js.mesh(replica=2, fsdp=4)
     model = js.abstract_init(lambda: file.build(recipe.model, nnx.Rngs(0)), lambda model: file.annotate(model, mesh))

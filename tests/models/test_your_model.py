@@ -35,7 +35,7 @@ class Done:
 
 
 def steps_of(text):
-    """(file name, whether it goes on, content) and (command, lines shown), in the order of the page."""
+    """(file name, whether it continues, content) and (command, lines shown), in the order of the page."""
     for kind, block in re.findall(r"^```(python|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if kind == "python":
             name, continued = re.match(r"# (\w+\.py)(, continued)?\n", block).groups()
@@ -156,7 +156,7 @@ def test_the_pages_are_true(tmp_path):
     assert config["recipe"]["model"]["num_layers"] == 2
     assert config["recipe"]["learning_rate"] == 0.003
 
-    # The script's own loops: the second goes on where the first ended.
+    # The script's own loops: the second continues where the first ended.
     assert "began after step 20, ended after step 30\n" in done[-1].shown
     assert numbers_in(folder / "checkpoints") == {20, 30}
     rows = [line.split(",") for line in (folder / "losses.csv").read_text().splitlines()]

@@ -88,7 +88,7 @@ def test_texts():
     GOLDEN.check_names()
 
 
-def test_where_no_kernel_can_run_the_twin_does_without_a_word():
+def test_where_no_kernel_can_run_the_twin_does_silently():
     """Only with "auto", the default; knobs are then not looked at."""
     x, w = jnp.ones((4, 8), jnp.float32), jnp.ones((8, 6), jnp.float32)
     occupancy = Occupancy(reserved_sms=500)

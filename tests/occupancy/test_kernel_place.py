@@ -38,7 +38,7 @@ def test_on_a_hopper_the_kernel_but_not_for_other_dtypes_or_devices(hopper, monk
     assert form(arrays=[jnp.ones((8, 8))]) == "xla"
     with jax.default_device(ARRAYS[0].device):
         assert form() == "xla"
-    monkeypatch.setattr(jax, "device_count", lambda: 8)  # nobody knows what is split
+    monkeypatch.setattr(jax, "device_count", lambda: 8)  # no one knows what is split
     assert form() == "xla" and form("mosaic") == "mosaic"  # who asks for it knows
 
 

@@ -58,7 +58,7 @@ def test_matmul_of_any_shape(m, k, n, bias):
     [
         ((33, 70, 90), {"dtype": jnp.float16, "lead": (2,)}),
         wide((130, 70, 66), {"occupancy": PERSISTENT}),
-        # A block goes on to its next tile while nothing of the last one is under way: with one step all would be.
+        # A block continues to its next tile while nothing of the last one is under way: with one step all would be.
         wide((384, 64, 128), {"bias": False, "occupancy": dataclasses.replace(PERSISTENT, reserved_sms=131)}),
     ],
     ids=str,
@@ -76,7 +76,7 @@ def test_matmul_on_a_gpu(form, mkn, dtype):
     check_matmul(*mkn, dtype=dtype, occupancy=FORMS[form], backend="mosaic")
 
 
-def test_more_tiles_than_blocks_visit_before_they_go_on():
+def test_more_tiles_than_blocks_visit_before_they_continue():
     x, w = drawn(5, (600, 64), (64, 66))
     y = js.kernels.matmul(x, w, occupancy=TILED, backend="interpret")
     x64, w64 = exact(x, w)
@@ -94,7 +94,7 @@ def mlp_arrays(activation, m, d, f, scale):
 @pytest.mark.wide
 @pytest.mark.parametrize("activation", [wide("gelu"), "silu"])
 def test_mlp_errs_no_more_than_its_twin(activation):
-    """Two roundings to bfloat16 lie in it, as in its twin, whose own error is the measure.
+    """Two roundings to bfloat16 are in it, as in its twin, whose own error is the measure.
 
     In the gradients there is one more for each product that the activation takes: they are kept in bfloat16, and the
     twin's in float32.
@@ -117,7 +117,7 @@ def test_mlp_errs_no_more_than_its_twin(activation):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_mlp_on_a_gpu(activation, form):
-    """Several roundings to bfloat16 lie one behind the other in it."""
+    """Several roundings to bfloat16 are one behind the other in it."""
     arrays, dy = mlp_arrays(activation, 1000, 300, 1100, 16)
     y, grads = results("mlp", arrays, dy, activation=activation, occupancy=FORMS[form], backend="mosaic")
     wanted, wanted_grads = exact_mlp(activation, arrays, dy)

@@ -74,7 +74,7 @@ def bucket():
 def not_shared():
     """Each process is given a folder of its own."""
     shared_folder.SHOWN_S = 0.5
-    own = checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}")  # it meets nobody, and makes nothing
+    own = checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}")  # it meets no one, and makes nothing
     assert own.latest() is None and not own.folder.exists()
     return reported(lambda: own.save(1, state(1)))
 
@@ -282,5 +282,5 @@ if __name__ == "__main__":
         result = globals()[part]()
         (FOLDER / f"{part}-{PROCESS}.json").write_text(json.dumps(result))
     if "die" not in sys.argv:
-        jax.distributed.shutdown()  # together: whoever is left when process 0 has gone is aborted
+        jax.distributed.shutdown()  # together: a process that is left when process 0 has gone is aborted
     os._exit(0)

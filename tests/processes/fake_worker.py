@@ -22,14 +22,14 @@ action = actions[min(attempt, len(actions)) - 1]
 reports = int(os.environ["JSHARD_REPORT_FD"])
 
 
-def tell(**state):
+def report(**state):
     os.write(reports, json.dumps(state).encode() + b"\n")
 
 
 def beat():
     while True:
         try:
-            tell()
+            report()
         except OSError:
             os._exit(9)  # the supervisor is gone
         time.sleep(0.1)
@@ -50,7 +50,7 @@ def note_signal(signum, _):
 if action != "unprepared":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note_signal)
-tell(step=12, checkpoint="runs/a/checkpoints/10", again="jshard train gpt.py --out runs/a --resume", folder="runs/a")
+report(step=12, checkpoint="runs/a/checkpoints/10", again="jshard train gpt.py --out runs/a --resume", folder="runs/a")
 threading.Thread(target=beat, daemon=True).start()
 of, resumed = os.environ["JAX_NUM_PROCESSES"], sys.argv[-1] if sys.argv[-1].startswith("folder=") else ""
 print(f"process {process} is up" + (f": attempt {attempt}, of {of}, {resumed}" if resumed else ""), flush=True)
@@ -70,20 +70,20 @@ if action == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if action == "stalls":
     time.sleep(4)  # all others have said where they stand
-    tell(phase="in a step", marks=9, idle_s=8.0, deadline="8 s (--stall-timeout)", stalled="stalled")
+    report(phase="in a step", marks=9, idle_s=8.0, deadline="8 s (--stall-timeout)", stalled="stalled")
 if action == "is on time":
-    tell(phase="in a step", marks=9, idle_s=7.0)
+    report(phase="in a step", marks=9, idle_s=7.0)
 if action == "waits for a peer":
-    tell(phase="in a step", marks=9, idle_s=1.5, warn_s=15.0)
+    report(phase="in a step", marks=9, idle_s=1.5, warn_s=15.0)
 if action == "is behind":
-    tell(phase="waiting for data", marks=5, idle_s=7.0)
+    report(phase="waiting for data", marks=5, idle_s=7.0)
 if action == "frozen":
     os.kill(os.getpid(), signal.SIGSTOP)
 if action == "refuses":
     sys.stderr.write("ShardingError: There is no recipe.\n  do:    --recipe tiny\n")
     sys.exit(2)
 if action == "fails and says why":
-    tell(explained=True)
+    report(explained=True)
     sys.stderr.write("RunError: The disk is full.\n")
     sys.exit(1)
 if action == "fails":
@@ -95,7 +95,7 @@ if action == "aborts after":
     time.sleep(0.3)
     os.abort()
 if action == "blames a peer":
-    tell(blames_peer=True)
+    report(blames_peer=True)
     sys.stderr.write("jax.errors.JaxRuntimeError: Gloo all-reduce failed\n")
     sys.exit(1)
 time.sleep(600)

@@ -37,7 +37,7 @@ RunError: Process 1 of {number} was lost.
 
 
 def gone(pid):
-    """Whether a process is over; one that nobody has asked for its exit code yet is."""
+    """Whether a process is over; one that no one has asked for its exit code yet is."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A model file for runs in several processes: the micro GPT on text whose samples tell when they are read."""
+"""A model file for runs in several processes: the micro GPT on text whose samples record when they are read."""
 
 import os
 from pathlib import Path

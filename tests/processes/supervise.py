@@ -2,7 +2,7 @@
 
 python supervise.py '{"processes": 2, "peer_s": 1.0}' COMMAND ...
 Without "processes", the place in the cluster is read from the environment. With "most", the run is restarted so often;
-"meshes" and "wait_s" are of `Restarts`. A worker that goes on is given the folder and the mesh as last arguments.
+"meshes" and "wait_s" are of `Restarts`. A worker that continues is given the folder and the mesh as last arguments.
 """
 
 import json

@@ -56,7 +56,7 @@ def read(folder, part, process):
     return json.loads((folder / f"{part}-{process}.json").read_text())
 
 
-# One test, not several over a fixture: parallel test workers would each start the processes anew.
+# One test, not several over a fixture: parallel test workers would each start the processes again.
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_two_processes(tmp_path):
     for seed, layout in enumerate(LAYOUTS):

@@ -1,4 +1,4 @@
-"""The keeper holds whole parts alone, gives any bytes of them, and talks to nobody without its token."""
+"""The keeper holds whole parts alone, gives any bytes of them, and talks to no one without its token."""
 
 import contextlib
 import socket
@@ -83,7 +83,7 @@ def test_the_second_copy_is_on_another_machine():
     assert neighbours([("a", "a:1"), ("a", "a:1")]) == [0, 1]
 
 
-def test_copies_that_nobody_keeps_or_that_have_no_room_are_refused(keeper, monkeypatch):
+def test_copies_that_no_one_keeps_or_that_have_no_room_are_refused(keeper, monkeypatch):
     """Before anything is trained: parameters of 3 MiB are a part, and three of it have no room in 8."""
     state = {"x": np.zeros((3, 1 << 18), np.float32)}
     with pytest.raises(ShardingError, match="--keep-in-memory 100 --max-restarts 3"):

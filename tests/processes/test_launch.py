@@ -77,7 +77,7 @@ def test_a_worker_that_never_comes_up_is_lost_after_the_init_timeout(capfd):
         ({"p0": "blames a peer", "p1": "fails and says why"}, 1, "[process 1] RunError: The disk is full.\n"),
     ],
 )  # fmt: skip
-def test_a_worker_that_has_told_the_reason_itself_needs_no_report(capfd, actions, code, reported):
+def test_a_worker_that_has_reported_the_reason_itself_needs_no_report(capfd, actions, code, reported):
     deadlines = PATIENT if len(actions) == 2 else QUICK
     assert launch.supervise(fake(**actions), processes=2, deadlines=deadlines) == code
     assert capfd.readouterr().err == reported
@@ -90,7 +90,7 @@ def test_a_good_end_has_the_output_of_the_first_process(capfd):
 
 @pytest.fixture
 def harmless():
-    """Signals that come when nobody listens end no test run; afterwards the handlers are those of before."""
+    """Signals that come when no one listens end no test run; afterwards the handlers are those of before."""
     note = lambda *_: None
     before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
     yield

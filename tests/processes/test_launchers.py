@@ -75,7 +75,7 @@ def _pod(monkeypatch):
         ({**OPEN_MPI_5, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
         ({**OPEN_MPI_5, "JAX_COORDINATOR_ADDRESS": "n:77"}, ("open mpi", "n:77", 2, 1, 1, 2)),
         ({**MPICH, "JAX_COORDINATOR_ADDRESS": "n:77"}, ("mpich", "n:77", 2, 1, 1, 2)),
-        # srun --mpi=pmi2 speaks as MPICH does, and mpiexec may run within a step of srun.
+        # srun --mpi=pmi2 does as MPICH does, and mpiexec may run within a step of srun.
         ({**SLURM, "PMI_SIZE": "4", "PMI_RANK": "3"}, ("slurm", "node007:62344", 4, 3, 0, 1)),
         ({**SLURM, **MPICH, "JAX_COORDINATOR_ADDRESS": "n:77"}, ("mpich", "n:77", 2, 1, 1, 2)),
         ({**TORCHRUN, **MASTER}, ("torchrun", "node1:29500", 4, 3, 1, 2)),
@@ -177,7 +177,7 @@ def test_the_first_node_is_that_of_scontrol(tmp_path):
         low, width = generator.randint(0, 20), generator.randint(1, 3)
         return generator.choice(["", f"[{low:0{width}}-{low + 5:0{width}}]", f"[{low:0{width}},{low + 7:0{width}}]"])
 
-    # Not a name that goes on after its last bracket: Slurm 22.05 refuses that, newer ones may not.
+    # Not a name that continues after its last bracket: Slurm 22.05 refuses that, newer ones may not.
     lists = [f"n{bracket()}x-[{generator.randint(0, 9):03},077-080],m{bracket()}" for _ in range(20)] + NODES[:-1]
     for nodes in lists:
         command = ["scontrol", "show", "hostnames", nodes]

@@ -1,4 +1,4 @@
-"""After a loss a run goes on from the copy in memory: bit for bit, on any mesh; a damaged copy is not used."""
+"""After a loss a run continues from the copy in memory: bit for bit, on any mesh; a damaged copy is not used."""
 
 import os
 import re

@@ -22,7 +22,7 @@ def killed(command, process, step):
     os.kill(command.workers()[process], signal.SIGKILL)
 
 
-def test_a_single_process_goes_on_bit_for_bit(tmp_path):
+def test_a_single_process_continues_bit_for_bit(tmp_path):
     plain = Command(tmp_path, "plain", "--mesh", "fsdp=2")
     assert plain.ends()[0] == 0
     lost = Command(tmp_path, "lost", "--mesh", "fsdp=2", "--max-restarts", "1")
@@ -39,7 +39,7 @@ def test_a_single_process_goes_on_bit_for_bit(tmp_path):
 
 @pytest.mark.wide
 @pytest.mark.timeout(2 * TIMEOUT_S)
-def test_two_processes_go_on_bit_for_bit_whichever_is_killed(tmp_path):
+def test_two_processes_continue_bit_for_bit_whichever_is_killed(tmp_path):
     plain = Command(tmp_path, "plain", *TWO)
     assert plain.ends()[0] == 0
     lost = Command(tmp_path, "lost", *TWO, "--max-restarts", "3")
@@ -54,7 +54,7 @@ def test_two_processes_go_on_bit_for_bit_whichever_is_killed(tmp_path):
 
 @pytest.mark.wide
 @pytest.mark.timeout(2 * TIMEOUT_S)
-def test_fewer_go_on_to_rounding(tmp_path, monkeypatch):
+def test_fewer_continue_to_rounding(tmp_path, monkeypatch):
     """Of three processes two go on, without process 0."""
     options = ("--mesh", "fsdp=6", "--set=batch_size=12", "--set=eval_sequences=12")
     plain = Command(tmp_path, "plain", *options)

@@ -1,4 +1,4 @@
-"""A run that loses a process goes on by itself, as often as it may, and not where that would be in vain."""
+"""A run that loses a process continues by itself, as often as it may, and not where that would be for nothing."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def supervised(most, *, processes=2, **actions):
     return launch.supervise(command, processes=processes, deadlines=QUICK, restarts=restarts(most, **actions))
 
 
-def test_a_run_goes_on_after_each_loss(capfd):
+def test_a_run_continues_after_each_loss(capfd):
     assert supervised(3, p0="wait then wait then done", p1="killed then killed then done") == 0
     out, err = capfd.readouterr()
     lines = plain(err).splitlines()
@@ -188,7 +188,7 @@ def test_a_killed_worker_of_a_cluster_starts_all_again(lost):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_supervisor_that_is_started_anew_joins_again(lost):
+def test_a_restarted_supervisor_joins_again(lost):
     with ClusterOf(3, dict.fromkeys(range(3), "wait then done")) as cluster:
         for process in range(3):
             cluster.reads(process, f"process {process} is up")
@@ -200,7 +200,7 @@ def test_a_supervisor_that_is_started_anew_joins_again(lost):
     assert set(codes.values()) == {0} and "restarts left: 2." in err[0]
 
 
-def test_fewer_go_on_without_process_0_and_all_again_when_it_is_back():
+def test_fewer_continue_without_process_0_and_all_again_when_it_is_back():
     actions = {0: "wait then wait then done", 1: "wait then wait then done", 2: "wait then wait then done"}
     with ClusterOf(3, actions, meshes={2: "fsdp=4"}, wait_s=10.0) as cluster:
         for process in range(3):
@@ -217,7 +217,7 @@ def test_fewer_go_on_without_process_0_and_all_again_when_it_is_back():
     assert set(codes.values()) == {0}
 
 
-def test_a_part_that_is_too_small_does_not_go_on():
+def test_a_part_that_is_too_small_does_not_continue():
     with ClusterOf(3, {}, meshes={2: "fsdp=4"}, wait_s=1.0, init_s=6.0) as cluster:
         for process in range(3):
             cluster.reads(process, f"process {process} is up")

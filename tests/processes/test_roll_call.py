@@ -102,7 +102,7 @@ MISSING = """\
          if they are only slow to start: --init-timeout 900"""
 
 
-def test_a_peer_that_does_not_come_is_told_to_all_that_came(ports):
+def test_a_peer_that_does_not_come_is_reported_to_all_that_came(ports):
     host, guest = gather(place(ports, 0, 4), place(ports, 2, 4), deadlines=launch.Deadlines(init_s=3.0))
     assert isinstance(host, RunError) and isinstance(guest, RunError)
     assert plain(str(guest), ports) == plain(str(host), ports) == MISSING
@@ -121,13 +121,13 @@ Process 0 cannot be reached.
          or set another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345"""
 
 
-def test_a_process_0_that_does_not_come_is_told(ports):
+def test_a_process_0_that_does_not_come_is_reported(ports):
     (guest,) = gather(place(ports, 1), deadlines=SHORT)
     assert isinstance(guest, RunError)
     assert plain(str(guest), ports) == UNREACHABLE
 
 
-def test_two_processes_with_one_id_are_told_to_all(ports):
+def test_two_processes_with_one_id_are_reported_to_all(ports):
     results = gather(place(ports, 0, 3), place(ports, 1, 3), place(ports, 1, 3))
     assert all(type(error) is js.ShardingError for error in results)
     for error in results:
@@ -140,7 +140,7 @@ def test_two_processes_0_on_a_machine(ports):
     assert plain(str(error), ports).startswith("The roll call cannot be opened.\n  where: port ROLL of H\n")
 
 
-def test_a_process_of_another_run_is_told_to_all(ports):
+def test_a_process_of_another_run_is_reported_to_all(ports):
     host, guest = gather(place(ports, 0, 2), place(ports, 1, 3))
     for error in (host, guest):
         assert type(error) is js.ShardingError

@@ -1,4 +1,4 @@
-"""The shipped script on a real Slurm, whose nodes are namespaces of this machine: a job ends, or goes on by itself.
+"""The shipped script on a real Slurm, whose nodes are namespaces of this machine: a job ends, or continues by itself.
 
 Not in the default run: python -m pytest -m slurm. `-s` shows when what happened, for the table in benchmarks/README.md;
 SLURM_TEST_NODES=4 has more than two nodes.
@@ -147,7 +147,7 @@ class Job:
         self.cluster.wait_until(holds, limit_s=LIMIT_S, what=f"{what}\n{self.text()}")
 
 
-def test_a_preempted_job_saves_and_goes_on(cluster, submit):
+def test_a_preempted_job_saves_and_continues(cluster, submit):
     job = submit()
     job.trains()
     job.note("preempted, with a grace of 60 s")
@@ -166,7 +166,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(submit):
     job.frees_its_nodes()
 
 
-def test_a_job_with_a_killed_worker_goes_on_and_a_cancelled_one_stays_away(cluster, submit):
+def test_a_job_with_a_killed_worker_continues_and_a_cancelled_one_stays_away(cluster, submit):
     job = submit()
     job.trains()
     job.note("kill -9 of a worker")
@@ -181,7 +181,7 @@ def test_a_job_with_a_killed_worker_goes_on_and_a_cancelled_one_stays_away(clust
     job.frees_its_nodes()
 
 
-def test_a_job_with_a_dead_node_lets_go_of_the_others_and_goes_on(cluster, submit):
+def test_a_job_with_a_dead_node_releases_the_others_and_continues(cluster, submit):
     """Slurm itself would wait for SlurmdTimeout, here 300 s, and srun with it."""
     job = submit("--peer-timeout", "8")
     job.trains()

@@ -108,11 +108,11 @@ def raw(x):
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-# One test, not several over a fixture: parallel test workers would each start the processes anew.
+# One test, not several over a fixture: parallel test workers would each start the processes again.
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("interrupted", [False, wide(True)])
 def test_two_processes_train_like_one(tmp_path, monkeypatch, interrupted):
-    """Also if one of them is lost on the way, and the run that goes on is stopped: it is as if nothing had been."""
+    """Also if one of them is lost on the way, and the run that continues is stopped: it is as if nothing had been."""
     one = Command(tmp_path, "one", *MESH)
     code, _, stderr = one.ends()
     assert code == 0, stderr
@@ -126,7 +126,7 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch, interrupted):
     assert not at or f"resumed from {two.out}/checkpoints/{at}\n" in stdout
     assert "Traceback" not in stderr
     assert "[Gloo]" not in stdout + stderr
-    assert stdout.count(f"step {STEPS}: validation loss") == 1  # one process speaks
+    assert stdout.count(f"step {STEPS}: validation loss") == 1  # one process writes
 
     # The same losses, to rounding: a sum over two processes adds in another order.
     for ours, theirs in zip(record(one.out), record(two.out), strict=True):
@@ -141,7 +141,7 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch, interrupted):
     assert samples(one) == [ids.ravel().tolist()]
     assert samples(two, STEPS - at) == [ids[at:, :8].ravel().tolist(), ids[at:, 8:].ravel().tolist()]
 
-    # The same checkpoint, whoever wrote it.
+    # The same checkpoint; no matter who wrote it.
     (step, ours), (other_step, theirs) = leaves(one.out), leaves(two.out)
     assert step == other_step == STEPS
     for x, y in zip(ours, theirs, strict=True):

@@ -96,7 +96,7 @@ def test_a_mixture_keeps_its_proportions_at_every_step_and_over_a_resume(weights
     assert [order[n] for n in range(120, 140)] == [mixture.order(3)[n] for n in range(120, 140)]
 
 
-def test_a_resumed_mixture_goes_on_where_it_was(folder):
+def test_a_resumed_mixture_continues_where_it_was(folder):
     (folder / "code.txt").write_text("def f(): pass\n" * 300)
     data = load_text(["web.jsonl=0.7", "code.txt=0.3"], sequence_length=16)
     loader = Loader(data=data, batch_size=8, seed=1, rows=range(8))

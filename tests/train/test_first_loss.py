@@ -219,7 +219,7 @@ def test_a_resumed_run_names_its_checkpoint(tmp_path):
     assert found.startswith("`log` yields a value that is not finite.\n") and "at step 2, before any update" in found
 
 
-def test_a_loop_of_ones_own_is_told_that_no_update_was_made():
+def test_a_loop_of_ones_own_is_reported_that_no_update_was_made():
     model = new_model(file(), recipe(), js.mesh())
     optimizer = js.shard_optimizer(model, optax.adamw(1e-3))
     batch = batch_of(samples(token=60))

@@ -1,4 +1,4 @@
-"""Gradients in float16: an overflow on one shard skips the update on all of them, and training goes on."""
+"""Gradients in float16: an overflow on one shard skips the update on all of them, and training continues."""
 
 import dataclasses
 import re
@@ -224,7 +224,7 @@ def run(out: Path, data: Data, say: Any = lambda line: None, **settings: Any) ->
 
 
 @pytest.mark.wide
-def test_a_run_in_float16_skips_and_goes_on_bit_for_bit(data, tmp_path, monkeypatch):
+def test_a_run_in_float16_skips_and_continues_bit_for_bit(data, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "LossScale", lambda: LossScale(initial=2.0**24, growth_interval=2))
     lines: list[str] = []
     whole = run(tmp_path / "whole", data, lines.append)

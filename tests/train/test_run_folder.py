@@ -202,10 +202,10 @@ def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
         assert folder.notices == [f"{tmp_path}: the file system has no locks; see that no other run writes here"]
 
 
-# A run that goes on.
+# A run that continues.
 
 
-def test_all_that_would_make_it_another_run_is_told_at_once(tmp_path):
+def test_all_that_would_make_it_another_run_is_reported_at_once(tmp_path):
     begin(tmp_path)
     (tmp_path / ".lock").unlink()  # as in a copy
     other = make_record("a film", "xyz", model=Config(n_layer=4), batch_size=8, sequence_length=64, seed=1, num_steps=9)
@@ -222,7 +222,7 @@ def test_all_that_would_make_it_another_run_is_told_at_once(tmp_path):
     assert "num_steps" not in text and "batch_size" not in text and not (tmp_path / ".lock").exists()
 
 
-def test_batches_of_another_size_go_on_after_the_samples_that_were_given(tmp_path):
+def test_batches_of_another_size_continue_after_the_samples_that_were_given(tmp_path):
     begin(tmp_path)
     before = []
     for step, size in ((10, 8), (14, 4), (12, 32), (13, 16)):  # the third one went back
@@ -325,7 +325,7 @@ def open_together(monkeypatch, paths, record=RECORD, **kwargs):
     return results
 
 
-def test_one_process_writes_and_all_go_on(tmp_path, monkeypatch):
+def test_one_process_writes_and_all_continue(tmp_path, monkeypatch):
     first, second = open_together(monkeypatch, [tmp_path, tmp_path])
     assert (first.is_primary, second.is_primary) == (True, False)
     second.started(step=0, mesh={"fsdp": 8})

@@ -131,7 +131,7 @@ def test_a_resumed_run_hides_later_steps_and_overwrites_no_file(tmp_path, monkey
     assert second[1].session_log.status == 1  # START: events of that step on in earlier files are hidden
 
 
-def test_tensorboard_on_a_full_disk_is_left_out_and_the_run_goes_on(tmp_path):
+def test_tensorboard_on_a_full_disk_is_left_out_and_the_run_continues(tmp_path):
     board = tensorboard(tmp_path)
     said = []
     both = Trackers(optional=[board], warn=said.append)
@@ -147,7 +147,7 @@ def test_tensorboard_on_a_full_disk_is_left_out_and_the_run_goes_on(tmp_path):
     assert "TensorBoard failed (OSError" in said[0]
 
 
-def test_wandb_is_told_the_run(out, wandb_calls):
+def test_wandb_receives_the_run(out, wandb_calls):
     (tracker,) = trackers.open_trackers(["wandb"], out=out, config={"seed": 0})
     tracker.log(1, {"loss": 2.5})
     tracker.close()
@@ -178,7 +178,7 @@ def test_wandb_takes_its_own_names_and_what_the_run_has_drawn_and_written(out, w
     assert finish == {"finish": True}
 
 
-def test_a_resumed_run_goes_on_at_wandb_and_sends_no_step_twice(out, wandb_calls, monkeypatch):
+def test_a_resumed_run_continues_at_wandb_and_sends_no_step_twice(out, wandb_calls, monkeypatch):
     trackers.open_trackers(["wandb"], out=out, config={})
     monkeypatch.setenv("WANDB_STARTING_STEP", "8")  # it has steps up to 7
     del sys.modules["wandb"]
@@ -190,7 +190,7 @@ def test_a_resumed_run_goes_on_at_wandb_and_sends_no_step_twice(out, wandb_calls
     assert [log["step"] for log in logs] == [8]
 
 
-def test_a_run_that_wandb_does_not_take_is_told_at_the_start(out, wandb_calls, monkeypatch):
+def test_a_run_that_wandb_does_not_take_is_reported_at_the_start(out, wandb_calls, monkeypatch):
     monkeypatch.setenv("WANDB_FAILS", "1")
     with pytest.raises(RunError, match="refuses the run") as error:
         trackers.open_trackers(["wandb"], out=out, config={})
@@ -281,7 +281,7 @@ def test_an_object_is_a_tracker_if_it_has_the_methods(out):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_told_with_its_extra(out, nothing_installed, name):
+def test_a_missing_package_is_reported_with_its_extra(out, nothing_installed, name):
     with pytest.raises(ShardingError, match="not installed") as error:
         trackers.open_trackers([name], out=out, config={})
     assert error.value.do == f"pip install 'jshard[{name}]'"

@@ -70,7 +70,7 @@ def test_sample_ids_are_what_the_processes_read(axes, num_processes):
 
 
 def test_order_is_that_of_earlier_versions():
-    # A run goes on after an update with the samples it would have seen.
+    # A run continues after an update with the samples it would have seen.
     assert loader(of=data(Spy(20))).sample_ids(0) == [15, 4, 10, 19, 8, 18, 14, 9]
     assert loader(seed=7, of=data(Spy(1000))).sample_ids(200) == [690, 964, 926, 634, 574, 173, 230, 386]
 

@@ -1,4 +1,4 @@
-"""The loop: what is done after which step, how it stops, and that it never goes on with numbers that are none.
+"""The loop: what is done after which step, how it stops, and that it never continues with numbers that are none.
 
 A step is stood in for by a program that costs nothing; the real one is tested in test_train_step.
 """
@@ -96,7 +96,7 @@ def run(number=6, *, losses=None, start_step=0, on_log=lambda entry: None, **set
     return fitted, list(log), recorder.scalars
 
 
-def test_every_step_is_told_with_its_own_loss():
+def test_every_step_is_reported_with_its_own_loss():
     fitted, _, scalars = run()
     assert fitted == Fitted(6)
     assert [(step, s["loss"]) for step, s in scalars] == [(i, float(i)) for i in range(1, 7)]

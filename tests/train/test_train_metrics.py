@@ -107,7 +107,7 @@ def test_an_unfinished_last_line_is_passed_over_and_cut_off(path, torn):
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[1]", '{"loss": 1.0}', ""])
-def test_a_damaged_line_before_the_last_is_told_with_its_number(path, line):
+def test_a_damaged_line_before_the_last_is_reported_with_its_number(path, line):
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     before = path.read_bytes()
     with pytest.raises(RunError, match=r"metrics.jsonl:2\b"):

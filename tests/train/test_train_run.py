@@ -1,4 +1,4 @@
-"""A run leaves its record, goes on bit for bit after it was stopped or killed, and sees the same samples anywhere."""
+"""A run leaves its record, continues bit for bit after it was stopped or killed, and sees the same samples anywhere."""
 
 import dataclasses
 import json
@@ -162,7 +162,7 @@ def test_the_sample_in_the_end_has_a_deadline(whole, data, tmp_path, monkeypatch
     assert seen == [("writing the sample", 1800.0)]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
+def test_a_stopped_run_continues_bit_for_bit(whole, data, tmp_path):
     # In the middle between two checkpoints, while the loader is some batches ahead.
     source = SpySource(data.train, at=6 * RECIPE.batch_size, do=lambda: os.kill(os.getpid(), signal.SIGTERM))
     arguments = {"mesh": js.mesh(), "out": tmp_path / "run", "sample_tokens": 0, "say": lambda line: None}
@@ -213,7 +213,7 @@ def test_another_mesh_sees_the_same_samples(data, tmp_path):
 
 
 @pytest.mark.wide
-def test_a_run_goes_on_with_batches_of_another_size(whole, data, tmp_path):
+def test_a_run_continues_with_batches_of_another_size(whole, data, tmp_path):
     """With the next samples, none of them twice."""
     out, source = shutil.copytree(whole[0].out, tmp_path / "run"), SpySource(data.train)
     recipe = dataclasses.replace(RECIPE, batch_size=8, num_steps=10, eval_every=100)
@@ -238,8 +238,8 @@ def trained(data, out, mesh=None, **more):
     return finished, lines
 
 
-def test_saves_are_at_work_while_the_run_goes_on(whole):
-    """The history tells how long each save kept the run waiting; all but the last had a step beside them."""
+def test_saves_are_at_work_while_the_run_continues(whole):
+    """The history says how long each save kept the run waiting; all but the last had a step beside them."""
     finished, _ = whole
     saves = history.read(finished.out / "checkpoints")
     assert [save["step"] for save in saves] == [3, 6, 8]

@@ -195,7 +195,7 @@ def test_evaluation_keeps_the_statistics(mesh):
     still = nnx.with_attributes(step.model, use_running_average=True)
     np.testing.assert_allclose(loss, square(still, batch), rtol=1e-5)
     step(batch)
-    assert np.abs(np.asarray(step.model.norm.mean) - mean).max() > 0  # and goes on doing so
+    assert np.abs(np.asarray(step.model.norm.mean) - mean).max() > 0  # and continues doing so
 
 
 def with_size(model, batch):

@@ -16,6 +16,7 @@ from jshard.engine.rules.values import Value, type_of
 @rule("cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k", "fft")
 def along_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Runs on each shard. If it acts along the split dim, the operands are split along another one for that time."""
+    # Along the split dim no shard can compute its part alone: a cumulative sum needs those before it, a sort all.
     return run_on_free_dim(p, eqn, operands, acts_along(eqn))
 
 
@@ -30,7 +31,7 @@ def acts_along(eqn: JaxprEqn) -> Sequence[int]:
             return params["dimensions"]
         case "tile":
             return [d for d, num_copies in enumerate(params["reps"]) if num_copies != 1]
-        case "pad":
+        case "pad":  # each dim has low, high and interior padding
             return [d for d, config in enumerate(params["padding_config"]) if tuple(config) != (0, 0, 0)]
         case "sort" | "concatenate":
             return [params["dimension"] % ndim]

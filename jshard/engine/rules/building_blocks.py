@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jshard.engine.rules.registry import Partitioner
-from jshard.engine.rules.values import State, Value, arrays_of, type_of
+from jshard.engine.rules.values import State, Value, arrays_of, states_of, type_of
 
 
 def same(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], state: State, **params: Any) -> list[Value]:
@@ -25,7 +25,7 @@ def same(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], state: State,
     return [Value(x, state) for x in p.bind(eqn, arrays_of(operands), **params)]
 
 
-def traced(p: Partitioner, run: Callable[..., list[Value]], *xs: Any) -> tuple[ClosedJaxpr, list[State]]:
+def traced(p: Partitioner, run: Callable[..., list[Value]], *xs: jax.Array) -> tuple[ClosedJaxpr, list[State]]:
     """Traces a function of arrays that returns values.
 
     Returns:
@@ -33,11 +33,11 @@ def traced(p: Partitioner, run: Callable[..., list[Value]], *xs: Any) -> tuple[C
     """
     states: list[State] = []
 
-    def run_on_arrays(*xs: Any) -> list[Any]:
+    def run_on_arrays(*xs: jax.Array) -> list[jax.Array]:
         with p.own_trace():
             values = run(*xs)
         # Replaced, not extended: JAX may trace the function again.
-        states[:] = [v.state for v in values]
+        states[:] = states_of(values)
         return arrays_of(values)
 
     return jax.make_jaxpr(run_on_arrays)(*xs), states

@@ -1,7 +1,7 @@
 """Equations that call a program of their own: the program runs in their place."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -25,7 +25,7 @@ _PROGRAM_PARAMS = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
 """The names under which primitives hold it; JAX has changed some."""
 
 
-def program(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
+def program(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[jax.Array]]:
     """Returns the program that a call holds, and its constants."""
     if eqn.primitive.name == "custom_linear_solve":
         return opened(eqn.params["jaxprs"].solve)
@@ -35,7 +35,7 @@ def program(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
     raise KeyError(f"{eqn.primitive.name} has no program.")
 
 
-def opened(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+def opened(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[jax.Array]]:
     """Returns a program, closed or not, and its constants."""
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
@@ -69,6 +69,7 @@ def call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     scope = eqn.params.get("name")
     if not isinstance(scope, str):
         scope = eqn.primitive.name
+    # Under the call's name, as JAX would lower it: profiles and audits of a model read these names.
     with jax.named_scope(scope):
         return p.run(*program(eqn), operands(eqn, values), gradients=gradients)
 
@@ -97,7 +98,7 @@ def annotated_call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[V
     values = [p.materialize(v) for v in values]
     arrays = arrays_of(values)
 
-    def run_on_shard(*xs: Any) -> list[Value]:
+    def run_on_shard(*xs: jax.Array) -> list[Value]:
         results = p.run(*program(eqn), with_arrays(values, xs))
         return [p.materialize(v) for v in results]
 

@@ -26,6 +26,7 @@ def all_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     # `jax.vmap(axis_name=...)` puts the position of its dim where the name was.
     dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
     names = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
+    # The dim may be the one that is split. So it is a reduction like any other, with a sum over the shards if need be.
     if dims:
         operands = _reduce_over_dims(p, eqn, operands, dims)
     if not names:
@@ -39,7 +40,7 @@ def _reduce_over_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value], dims
     """Reduces over dims of operands in any state, by the rules of the reductions."""
     reduce_array = _OVER_DIMS[eqn.primitive.name]
 
-    def reduce_arrays(*xs: Any) -> list[jax.Array]:
+    def reduce_arrays(*xs: jax.Array) -> list[jax.Array]:
         return [reduce_array(x, dims) for x in xs]
 
     program = jax.make_jaxpr(reduce_arrays)(*[view_of_program(p, v) for v in operands])
@@ -49,6 +50,7 @@ def _reduce_over_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value], dims
 @rule("ppermute", "pbroadcast", "layout_constraint", operands=OperandStates.ANY)
 def linear_in_place(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs what is elementwise and linear on operands in any state: all states stay."""
+    # Elements are moved between places of another axis, or kept: shards, and parts of a sum, are moved like wholes.
     return with_arrays(operands, p.bind(eqn, arrays_of(operands)))
 
 

@@ -86,6 +86,7 @@ def materialize(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value
     """
     if not value.is_data_free:
         return value
+    # As it was split before: that shard exists already.
     for state in value.conversions:
         if isinstance(state, int) and state not in skip:
             return p.split(value, state)
@@ -182,7 +183,7 @@ def positions(
         index = lax.broadcasted_iota(jnp.uint32, shape, i)
         if i == dim:
             index = index + start.astype(jnp.uint32)
-        new_low = low + index * _word(stride)
+        new_low = low + index * _word(stride)  # wraps; what is lost is added to the high word
         if needs_high:
             product_high = _high_word_of_product(index, stride)
             carry = (new_low < low).astype(jnp.uint32)

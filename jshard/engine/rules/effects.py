@@ -22,6 +22,7 @@ from jshard.plans.model_axes import axes_of
 @rule("sharding_constraint", "reshard", operands=OperandStates.ANY)
 def constraint(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Applies `with_sharding_constraint`, `reshard` and Flax's constraints by logical axes, without the data axes."""
+    # Not by the data axes: over those the state decides, and the region is manual over them.
     name = "sharding" if "sharding" in eqn.params else "dst_sharding"
     sharding = eqn.params[name]
     free_dims = frozenset(eqn.params.get("unconstrained_dims", ()))
@@ -62,8 +63,9 @@ def _spec_over_axes(spec: P, ndim: int, axes: Collection[str], free_dims: Collec
     for i, dim in enumerate(dims):
         if i in free_dims or dim is P.UNCONSTRAINED:
             dims[i] = P.UNCONSTRAINED
-        else:
-            dims[i] = tuple(axis for axis in axes_of(dim) if axis in axes) or None
+            continue
+        axes_left = tuple(axis for axis in axes_of(dim) if axis in axes)
+        dims[i] = axes_left or None  # None: the user wants it whole over the compiler's axes
     return P(*dims)
 
 
@@ -83,6 +85,8 @@ def _memory_of(target: Any) -> Any | None:
 @rule("optimization_barrier", operands=OperandStates.ANY)
 def optimization_barrier(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Ties the arrays of a shard; all states stay. What is known without data need not wait."""
+    # What is tied loses its equation: it could no longer be split without being computed whole. So what is cheap passes
+    # by, and what is costly, such as random bits, is made an array.
     values = [p.for_inner_trace(v) for v in operands]
     tied_positions = [i for i, v in enumerate(values) if not v.is_data_free]
     tied = lax.optimization_barrier([values[i].x for i in tied_positions])
@@ -106,12 +110,15 @@ def callback(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value
         )
     arrays = [p.whole(v).x for v in operands]
 
-    def call(*xs: Any) -> list[Any]:
+    def call(*xs: jax.Array) -> list[jax.Array]:
         return p.bind(eqn, xs)
 
-    def call_nothing(*xs: Any) -> list[Any]:
-        result_types = [type_of(variable) for variable in eqn.outvars]
-        return [jnp.zeros(result_type.shape, result_type.dtype) for result_type in result_types]
+    def call_nothing(*xs: jax.Array) -> list[jax.Array]:
+        zeros = []
+        for variable in eqn.outvars:
+            result_type = type_of(variable)
+            zeros.append(jnp.zeros(result_type.shape, result_type.dtype))
+        return zeros
 
     # The other shards skip the call: its effects happen once, as on one device.
     results = lax.cond(p.shard == 0, call, call_nothing, *arrays)
@@ -130,7 +137,8 @@ def rng_uniform(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     return [_of_first_shard(p, eqn, x) for x in arrays]
 
 
-def _of_first_shard(p: Partitioner, eqn: JaxprEqn, x: Any) -> Value:
+def _of_first_shard(p: Partitioner, eqn: JaxprEqn, x: jax.Array) -> Value:
     """Returns what the first shard has, on every shard."""
+    # Gathered, not summed with zeros: a result of any dtype, such as a bool, can be gathered.
     with p.sends("move", eqn, array_bytes(x) * p.degree):
         return Value(p.gather(x[None], 0)[0])

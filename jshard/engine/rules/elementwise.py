@@ -26,6 +26,7 @@ from jshard.engine.rules.values import Value, type_of
 
 def elementwise(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Splits all operands like the largest one. Scalars and dims of size 1 stay whole: they are broadcast."""
+    # Operands have one rank, but for scalars of some primitives such as `select_n` and `clamp`.
     dim = split_dim(operands)
     result_size = type_of(eqn.outvars[0]).shape[dim]
     sizes = [p.full_shape(v)[dim] if v.ndim else 1 for v in operands]
@@ -84,6 +85,7 @@ def _is_of_floats(eqn: JaxprEqn) -> bool:
     return jnp.issubdtype(type_of(eqn.outvars[0]).dtype, jnp.inexact)
 
 
+# Only entries with `linear` take parts of a sum as they are. A wrong one is silent: see `Linear`.
 _enter(
     """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma eq eq_to

@@ -34,6 +34,7 @@ def index_dim_of(value: Value) -> int | None:
 
 def index_dims_of(indices: Value) -> dict[int, int]:
     """Returns which columns of a table of indices count which dim."""
+    # A table of indices known without data has no `index_dims` yet: no rule has run on shards of it.
     provenance = indices.provenance
     if not indices.index_dims and provenance is not None and provenance.name == "concatenate":
         return concatenated_index_dims(provenance.eqn, provenance.operands)

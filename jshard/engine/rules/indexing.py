@@ -72,6 +72,7 @@ def _one_row(p: Partitioner, value: Value, row: Any) -> Value:
         shard 0: rows 0, 1      shard 1: rows 2, 3      shard 2: rows 4, 5      row 3 is
         zeros                 + its row 1             + zeros                   the sum
     """
+    # Each shard slices a row, as all run one program; those that do not have it slice any, and drop it.
     num_rows = value.shape[value.dim]
     local_row = row - p.shard * num_rows
     is_here = (local_row >= 0) & (local_row < num_rows)
@@ -86,7 +87,7 @@ def dynamic_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
     # Each shard slices at the same place.
     starts = [p.whole(v) for v in operands[1:]]
     if not value.is_split:
-        return None
+        return None  # only a start was, which is whole now
     shape = type_of(eqn.invars[0]).shape
     sizes = eqn.params["slice_sizes"]
     taken = [d for d, size in enumerate(shape) if sizes[d] != size]
@@ -271,6 +272,7 @@ def _find_own_rows(p: Partitioner, table: Value, indices: Value, indexed_dims: S
 def _gather_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim: int) -> Sequence[int | None] | None:
     """Splits the rows of the indices: a shard gathers its own from the whole operand."""
     dims = eqn.params["dimension_numbers"]
+    # Along an offset dim, a shard would need its part of the operand: such a result is computed whole, and cut.
     if dims.operand_batching_dims or dim in dims.offset_dims:
         return None
     return [None, _index_dims_of_result(eqn).index(dim)]

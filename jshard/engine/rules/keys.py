@@ -1,7 +1,6 @@
 """Typed PRNG keys, and what is drawn from them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
@@ -49,6 +48,7 @@ def draw(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | 
 @rule("random_gamma")
 def random_gamma(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Splits along the dims of the keys alone: each key is split by the number of the samples that it draws."""
+    # With one key for all samples each shard would split it by its own number of samples, and draw others.
     key = operands[0]
     dim = split_dim(operands)
     if dim >= key.ndim or not draws_alone(key):
@@ -57,7 +57,7 @@ def random_gamma(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[V
 
 
 @data_free_source("random_bits", is_costly=True)
-def _random_bits_shard(p: Partitioner, value: Value, dim: int) -> Any | None:
+def _random_bits_shard(p: Partitioner, value: Value, dim: int) -> jax.Array | None:
     """Draws a shard of the bits, equal to those of one device: each bit is a function of its position and the key."""
     assert value.provenance is not None
     eqn = value.provenance.eqn
@@ -82,7 +82,9 @@ def _random_bits_shard(p: Partitioner, value: Value, dim: int) -> Any | None:
     return p.random_bits[cache_key](data)
 
 
-def _shard_of_bits_function(p: Partitioner, data: Any, bit_width: int, shape: tuple[int, ...], dim: int) -> Any:
+def _shard_of_bits_function(
+    p: Partitioner, data: jax.Array, bit_width: int, shape: tuple[int, ...], dim: int
+) -> Callable[[jax.Array], jax.Array]:
     """Returns a jitted function of a key's data that returns a shard of its bits.
 
     The generator's own program is partitioned: its positions are a source, and everything after is elementwise.
@@ -90,10 +92,10 @@ def _shard_of_bits_function(p: Partitioner, data: Any, bit_width: int, shape: tu
     draw_bits = _compat.threefry_bits()
     assert draw_bits is not None, "checked by the caller"
 
-    def whole_bits(data: Any) -> Any:
+    def whole_bits(data: jax.Array) -> jax.Array:
         return draw_bits(data, bit_width, shape)
 
-    def shard_of_bits(data: Any) -> Any:
+    def shard_of_bits(data: jax.Array) -> jax.Array:
         program = jax.make_jaxpr(whole_bits)(data)
         (bits,) = p.run(program.jaxpr, program.consts, [Value(data)])
         return p.split(bits, dim).x

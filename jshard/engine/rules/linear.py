@@ -19,6 +19,8 @@ def apply_linear(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[V
     Returns:
         Partial results; None if the operands must be summed before, as it is not linear in them.
     """
+    # A split operand beside a partial one: the rule of the primitive splits them alike, which takes a reduce-scatter of
+    # the partial one. As a partial value, the split one would be gathered.
     partial = [i for i, v in enumerate(operands) if v.is_partial]
     if any(v.is_split for v in operands) or not _is_linear_in(eqn, operands, partial):
         return None
@@ -49,7 +51,8 @@ def _is_linear_in(eqn: JaxprEqn, operands: Sequence[Value], partial: Sequence[in
         return False  # a product of sums is no sum of products
     if linear.condition is not None and not linear.condition(eqn):
         return False
-    # A conversion of the parts must be the part of a conversion, for each operand.
+    # A conversion of the parts must be the part of a conversion, for each operand. Examined for every primitive, as not
+    # only `convert_element_type` changes the dtype: a product may have a wider one than its operands.
     result_dtype = type_of(eqn.outvars[0]).dtype
     return all(_keeps_sums(operands[i].x.dtype, result_dtype) for i in partial)
 
@@ -74,8 +77,10 @@ def needed_elsewhere(jaxpr: Jaxpr, gradients: Collection[int]) -> set[Var]:
         gradients: which of its results are gradients, by position.
     """
     # Backwards from the results: what is needed by an equation that needs it elsewhere is needed there, too.
-    other_results = [v for i, v in enumerate(jaxpr.outvars) if i not in gradients]
-    needed = {v for v in other_results if not isinstance(v, Literal)}
+    needed: set[Var] = set()
+    for i, result in enumerate(jaxpr.outvars):
+        if i not in gradients and not isinstance(result, Literal):
+            needed.add(result)
     for eqn in reversed(jaxpr.eqns):
         needed |= _operands_needed(eqn, needed)
     return needed
@@ -84,13 +89,15 @@ def needed_elsewhere(jaxpr: Jaxpr, gradients: Collection[int]) -> set[Var]:
 def _operands_needed(eqn: JaxprEqn, needed: Collection[Var]) -> set[Var]:
     """Returns which operands of an equation are needed elsewhere, if some of its results are."""
     only_for_gradients = [i for i, v in enumerate(eqn.outvars) if v not in needed]
-    atoms: Sequence[Var | Literal] = eqn.invars
+    atoms: list[Var | Literal] = list(eqn.invars)
     if eqn.primitive.name in calls.CALLS:
         # Each operand is examined by itself, by what becomes of it in the called program.
         inner, _ = calls.program(eqn)
         needed_inside = needed_elsewhere(inner, only_for_gradients)
-        pairs = zip(calls.operands(eqn, eqn.invars), inner.invars, strict=True)
-        atoms = [atom for atom, variable in pairs if variable in needed_inside]
+        atoms = []
+        for atom, variable in zip(calls.operands(eqn, eqn.invars), inner.invars, strict=True):
+            if variable in needed_inside:
+                atoms.append(atom)
     elif record_of(eqn).linear is not None and len(only_for_gradients) == len(eqn.outvars):
         # All results are parts of gradients, and linear in the operands: so are these.
         atoms = []

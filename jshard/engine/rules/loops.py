@@ -29,7 +29,7 @@ from jshard.engine.rules import data_free
 from jshard.engine.rules.building_blocks import traced
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
-from jshard.engine.rules.values import PARTIAL, Shard, State, Value, arrays_of, in_states
+from jshard.engine.rules.values import PARTIAL, Shard, State, Value, arrays_of, in_states, states_of
 
 # ---- the states of a carry
 
@@ -47,7 +47,7 @@ class TracedIteration:
 
     states: list[State]
     states_after: list[State]
-    start: list[Any]
+    start: list[jax.Array]
     program: ClosedJaxpr
 
 
@@ -112,14 +112,14 @@ def find_carry_states(
 # ---- values that cross into another trace
 
 
-def _crossing_arrays(values: Sequence[Value]) -> list[Any]:
+def _crossing_arrays(values: Sequence[Value]) -> list[jax.Array]:
     """Returns the arrays that cross. What is known without data has none, and a scalar in its place."""
     return [jnp.zeros(()) if v.is_data_free else v.x for v in values]
 
 
-def _inside(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
+def _inside(values: Sequence[Value], xs: Sequence[jax.Array]) -> list[Value]:
     """Returns the values that crossed, in a trace whose arrays are `xs`."""
-    copies: dict[Value, Value] = {}
+    copies: dict[Value, Value] = {}  # for all of them: what two values have in common is copied once
     inside = []
     for value, x in zip(values, xs, strict=True):
         if value.is_data_free:
@@ -148,6 +148,7 @@ def row_of(value: Value, x: Any) -> Value:
     row = value.with_array(x)
     if value.is_split:
         row.state = value.dim - 1
+    # A column that counts dim 0 is one number in each iteration, and counts nothing there.
     row.index_dims = {column: dim - 1 for column, dim in value.index_dims.items() if dim != 0}
     return row
 
@@ -198,14 +199,19 @@ class Scan:
         n_consts, self.n_carry = _compat.scan_arguments(eqn)
         end_of_carry = n_consts + self.n_carry
         # The order is that of what is emitted: it is part of the program.
+        # Sums are taken before the loop, or each iteration would take them.
         self.shared = [p.for_inner_trace(p.reduce_partial(v)) for v in operands[:n_consts]]
         self.carry = operands[n_consts:end_of_carry]
         scanned = [p.materialize(p.reduce_partial(v), skip=(0,)) for v in operands[end_of_carry:]]
-        self.scanned = [p.whole(v) if v.state == 0 or is_stored_along_trips(v) else v for v in scanned]
+        # Split along the iterations, one device has the row of an iteration. Gathered here, it is sent once.
+        self.scanned = []
+        for value in scanned:
+            is_split_along_trips = value.state == 0 or is_stored_along_trips(value)
+            self.scanned.append(p.whole(value) if is_split_along_trips else value)
         self.num_records = len(p.records)
         self.row_states: list[State] = []
         self.passed_through: list[int | None] = []
-        self._trace_in([v.state for v in self.carry])
+        self._trace_in(states_of(self.carry))
 
         self._split_carry_of_batch()
 
@@ -233,11 +239,13 @@ class Scan:
 
     def _trace_iteration(self, states: list[State]) -> TracedIteration:
         """Traces one iteration for states of the carry. `row_states` and `passed_through` are of the last trace."""
-        start = [self.p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
+        start = self._carried(self.carry, states)
         row_types = [row_type(v.x) for v in self.scanned]
         states_after: list[State] = []
 
-        def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(
+            shared_xs: list[jax.Array], carry_xs: list[jax.Array], row_xs: list[jax.Array]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             with self.p.own_trace():
                 carry = in_states(carry_xs, states)
                 scanned = [row_of(v, x) for v, x in zip(self.scanned, row_xs, strict=True)]
@@ -247,20 +255,26 @@ class Scan:
                 new_carry = results[: self.n_carry]
                 stacked = results[self.n_carry :]
                 # Replaced, not extended: JAX may trace the function again.
-                states_after[:] = [v.state for v in new_carry]
-                self.row_states = [v.state for v in stacked]
-                # A stored row that the body returns unread: stacked, the rows are the operand again.
+                states_after[:] = states_of(new_carry)
+                self.row_states = states_of(stacked)
+                # A stored row that the body returns unread: stacked, the rows are the operand again. `nnx.remat` and
+                # the like return each parameter that they were given.
                 positions = {v: i for i, v in enumerate(scanned) if v.is_stored}
                 self.passed_through = [positions.get(v) for v in stacked]
+                # Conversions at the end of an iteration run as often as the body.
                 with self.recorded_times(self.length):
-                    carried = [self.p.in_state(v, state).x for v, state in zip(new_carry, states, strict=True)]
+                    carried = self._carried(new_carry, states)
                 return carried, [v.x for v in stacked if v not in positions]
 
         program = jax.make_jaxpr(step)(_crossing_arrays(self.shared), start, row_types)
         return TracedIteration(states, list(states_after), start, program)
 
+    def _carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[jax.Array]:
+        """Returns the arrays of a carry in given states."""
+        return [self.p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
+
     def body_arguments(
-        self, carry: list[Value], scanned: list[Value], shared_xs: Sequence[Any] | None = None
+        self, carry: list[Value], scanned: list[Value], shared_xs: Sequence[jax.Array] | None = None
     ) -> list[Value]:
         """Returns the arguments of the loop's body, in its order.
 
@@ -290,16 +304,16 @@ class Scan:
         iterate = jaxpr_as_fun(self.traced)
         shared = _crossing_arrays(self.shared)
 
-        def step(carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(carry_xs: list[jax.Array], row_xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = iterate(*shared, *carry_xs, *row_xs)
             return outs[: self.n_carry], outs[self.n_carry :]
 
-        # What the partitioner has traced is run in a loop of JAX like the user's.
+        # The traced iteration is run, and not the body once more: that would partition it another time.
         settings = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         last, stacked = lax.scan(step, self.start, arrays_of(self.scanned), **settings)
         return self.results(last, stacked)
 
-    def results(self, last: Sequence[Any], stacked: Sequence[Any]) -> list[Value]:
+    def results(self, last: Sequence[jax.Array], stacked: Sequence[jax.Array]) -> list[Value]:
         """Returns the loop's results, from the arrays of the carry and of the results that it stacks itself."""
         results = in_states(last, self.states)
         arrays = iter(stacked)
@@ -358,13 +372,14 @@ class _While:
     def run(self) -> list[Value]:
         """Runs the loop in its traced form."""
         operands = [*self.condition_operands, *self.body_operands, *self.carry]
-        states = [v.state for v in self.carry]
+        states = states_of(self.carry)
         iteration = find_carry_states(self.p, self.eqn.params["body_jaxpr"], operands, states, self._trace_iteration)
         iterate = jaxpr_as_fun(iteration.program)
 
-        def continues(xs: list[Any]) -> Any:
+        def continues(xs: list[jax.Array]) -> Any:
             with self.p.own_trace():
                 condition = self._condition(in_states(xs, iteration.states))
+                # Whole, so that all shards agree: one that ended earlier would be missed by the body's collectives.
                 return self.p.whole(condition).x.any()
 
         last = lax.while_loop(continues, lambda xs: iterate(*xs), iteration.start)
@@ -382,13 +397,13 @@ class _While:
         start = [p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
         states_after: list[State] = []
 
-        def step(xs: list[Any]) -> list[Any]:
+        def step(xs: list[jax.Array]) -> list[jax.Array]:
             with p.own_trace():
                 body_operands = _inside(self.body_operands, arrays_of(self.body_operands))
                 arguments = [*body_operands, *in_states(xs, states)]
                 results = p.run_body(*opened(self.eqn.params["body_jaxpr"]), arguments)
                 results = [p.materialize(p.reduce_partial(v)) for v in results]
-                states_after[:] = [v.state for v in results]
+                states_after[:] = states_of(results)
                 new_carry = [p.in_state(v, state) for v, state in zip(results, states, strict=True)]
                 if not self.has_rows:
                     return arrays_of(new_carry)
@@ -401,7 +416,7 @@ class _While:
         return TracedIteration(states, states_after, start, program)
 
 
-def _where_row_continues(p: Partitioner, continues: Value, new: Value, old: Any) -> Any:
+def _where_row_continues(p: Partitioner, continues: Value, new: Value, old: jax.Array) -> jax.Array:
     """Returns the new value in the rows that continue, and the old value in those that have ended."""
     if new.is_split and new.dim < continues.ndim:
         continues = p.split(continues, new.dim)
@@ -425,7 +440,7 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     arrays = _crossing_arrays(operands)
     branches = eqn.params["branches"]
 
-    def run_branch(branch: ClosedJaxpr, *xs: Any) -> list[Value]:
+    def run_branch(branch: ClosedJaxpr, *xs: jax.Array) -> list[Value]:
         results = p.run_body(*opened(branch), _inside(operands, xs))
         return [p.materialize(v) for v in results]
 
@@ -434,12 +449,12 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     states_of_branches = [states for _, states in programs]
     states = [_common_state(states) for states in zip(*states_of_branches, strict=True)]
 
-    def run_branch_in_states(branch: ClosedJaxpr, *xs: Any) -> list[Any]:
+    def run_branch_in_states(branch: ClosedJaxpr, *xs: jax.Array) -> list[jax.Array]:
         with p.own_trace():
             results = run_branch(branch, *xs)
             return [p.in_state(v, state).x for v, state in zip(results, states, strict=True)]
 
-    functions: list[Callable[..., list[Any]]]
+    functions: list[Callable[..., list[jax.Array]]]
     if all(states_of_branch == states for states_of_branch in states_of_branches):
         functions = [jaxpr_as_fun(program) for program, _ in programs]
     else:

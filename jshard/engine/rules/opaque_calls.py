@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -29,6 +29,7 @@ def per_example(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     batch_sizes = [p.full_shape(v)[dim] for v, dim in zip(operands, body.ins, strict=True) if dim is not None]
     if not all(map(p.divides, batch_sizes)):
         return None
+    # Residuals of the whole batch are not those of the shards side by side: they cannot be cut.
     if not all(operands[i].is_split for i in body.from_forward):
         return None  # forward was computed whole, and these are its residuals
     arrays = _split_arrays(p, operands, body.ins)
@@ -51,7 +52,7 @@ def per_example(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     return in_states(results, body.outs)
 
 
-def _split_arrays(p: Partitioner, operands: Sequence[Value], dims: Sequence[int | None]) -> list[Any]:
+def _split_arrays(p: Partitioner, operands: Sequence[Value], dims: Sequence[int | None]) -> list[jax.Array]:
     """Returns the arrays of a shard, each split along a dim, or whole."""
     arrays = []
     for value, dim in zip(operands, dims, strict=True):
@@ -60,7 +61,7 @@ def _split_arrays(p: Partitioner, operands: Sequence[Value], dims: Sequence[int 
     return arrays
 
 
-def _check_shapes(p: Partitioner, eqn: JaxprEqn, body: "Body", results: Sequence[Any]) -> None:
+def _check_shapes(p: Partitioner, eqn: JaxprEqn, body: "Body", results: Sequence[jax.Array]) -> None:
     """Raises if a function has other results for a part of the examples than that part of its results for all."""
     expected_shapes = []
     for variable, state in zip(eqn.outvars, body.outs, strict=True):
@@ -99,16 +100,16 @@ def cudnn_attention(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
     Over axes other than the data axes it runs on a part of the heads, as split by `tensor`.
     """
     query = operands[0]
-    # Dropout's mask depends on the position in the batch.
+    # Dropout's mask depends on the position in the batch: a shard's own rows would get that of the first ones.
     if eqn.params["dropout_rate"] or query.ndim != 4:
         return None
     heads = _Heads.of(eqn)
     is_paged = any(v.ndim == 4 for v in operands[_PAGE_TABLES])
 
-    def run_on_shard(*xs: Any) -> list[Any]:
+    def run_on_shard(*xs: jax.Array) -> list[jax.Array]:
         return p.bind(eqn, list(xs))
 
-    run: Callable[..., Sequence[Any]] = run_on_shard
+    run: Callable[..., Sequence[jax.Array]] = run_on_shard
     # If an inner axis is still to be partitioned, its partitioner must meet this equation, not a `shard_map` around it.
     if p.is_last:
         run = _on_part_of_heads(heads, run_on_shard)
@@ -181,7 +182,7 @@ def _head_dim(position: int, shape: tuple[int, ...], array_dim: int) -> int | No
     return array_dim
 
 
-def _on_part_of_heads(heads: _Heads, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+def _on_part_of_heads(heads: _Heads, run: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
     """Returns the call on a part of the heads, over axes that the compiler splits arrays over.
 
     The compiler cannot split the call: it would gather its operands. If the devices do not divide the heads, each has
@@ -192,7 +193,7 @@ def _on_part_of_heads(heads: _Heads, run: Callable[..., Sequence[Any]]) -> Calla
         return run
     num_parts = math.prod(axes.values())
     over = tuple(axes)
-    if any(size % num_parts for size in heads.sizes):
+    if any(size % num_parts for size in heads.sizes):  # as of keys and values, which may have fewer heads
         over = None
 
     def spec(dim: int | None) -> P:

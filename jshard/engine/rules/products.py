@@ -23,7 +23,7 @@ def flops(eqn: JaxprEqn) -> float:
             num_terms = _num_terms_of_ragged_dot(eqn)
         case _:
             return 0
-    return 2.0 * math.prod(type_of(eqn.outvars[0]).shape) * num_terms
+    return 2.0 * math.prod(type_of(eqn.outvars[0]).shape) * num_terms  # a product and a sum for each term
 
 
 def _num_terms_of_dot(eqn: JaxprEqn) -> int:
@@ -33,6 +33,7 @@ def _num_terms_of_dot(eqn: JaxprEqn) -> int:
 
 
 def _num_terms_of_convolution(eqn: JaxprEqn) -> int:
+    # Each element of the result is a sum over the kernel of one output feature.
     kernel_shape = type_of(eqn.invars[1]).shape
     num_outputs = kernel_shape[eqn.params["dimension_numbers"].rhs_spec[0]]
     return math.prod(kernel_shape) // max(num_outputs, 1)
@@ -51,7 +52,8 @@ def _num_terms_of_ragged_dot(eqn: JaxprEqn) -> float:
 
 def _free_dims(ndim: int, *taken: Sequence[int]) -> list[int]:
     """Returns the dims of an operand that are neither contracted nor batched."""
-    return [d for d in range(ndim) if not any(d in dims for dims in taken)]
+    all_taken = {d for dims in taken for d in dims}
+    return [d for d in range(ndim) if d not in all_taken]
 
 
 @rule("dot_general", linear=IN_EITHER, resizes_batch=True)
@@ -63,6 +65,8 @@ def dot_general(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     """
     left, right = operands
     (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    # In the order of what is sent: along a batch dim at most one operand moves, a contraction leaves a sum open, and
+    # along a free dim an operand is gathered.
     batch = shared_dim(left, right, left_batch, right_batch)
     if batch is not None:
         local = [p.split(left, left_batch[batch]), p.split(right, right_batch[batch])]
@@ -81,8 +85,10 @@ def dot_general(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     right_free = _free_dims(right.ndim, right_contracted, right_batch)
     keeps_left = left.is_split and (not right.is_split or left.bytes >= right.bytes)
     if keeps_left:
-        return same(p, eqn, [left, p.whole(right)], num_batch + left_free.index(left.dim))
-    return same(p, eqn, [p.whole(left), right], num_batch + len(left_free) + right_free.index(right.dim))
+        dim = num_batch + left_free.index(left.dim)
+        return same(p, eqn, [left, p.whole(right)], dim)
+    dim = num_batch + len(left_free) + right_free.index(right.dim)
+    return same(p, eqn, [p.whole(left), right], dim)
 
 
 @inverse_rule("dot_general", is_costly=True)
@@ -166,7 +172,8 @@ def conv_general_dilated(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -
         return same(p, eqn, [left, p.whole(right)], dims.out_spec[0])
     if not is_grouped and (left.state == left_features or right.state == right_features):
         # As in a kernel's gradient, which contracts the batch.
-        return same(p, eqn, [p.split(left, left_features), p.split(right, right_features)], PARTIAL)
+        local = [p.split(left, left_features), p.split(right, right_features)]
+        return same(p, eqn, local, PARTIAL)
     if right.state == right_outputs and not is_grouped and not is_batch_grouped:
         return same(p, eqn, [p.whole(left), right], dims.out_spec[1])
     return None
@@ -183,8 +190,8 @@ def ragged_dot(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (left_contracted, _), (left_batch, right_batch) = numbers.dot_dimension_numbers
     (ragged_dim,) = numbers.lhs_ragged_dimensions
-    is_batched = left_batch or right_batch or sizes.ndim != 1
     # Several batches of rows, with group sizes for each: such as `jax.vmap` makes.
+    is_batched = left_batch or right_batch or sizes.ndim != 1
     if is_batched or eqn.params.get("group_offset") is not None:
         return None
     operands = [left, right, p.whole(sizes)]
@@ -221,7 +228,8 @@ def _ragged_dot_on_free_dim(p: Partitioner, eqn: JaxprEqn, operands: list[Value]
     if left.is_split and left.dim in left_free:
         if left.dim == ragged_dim:
             sizes = _sizes_on_shard(p, sizes, left.shape[ragged_dim])
-        return same(p, eqn, [left, p.whole(right), sizes], num_group_dims + left_free.index(left.dim))
+        dim = num_group_dims + left_free.index(left.dim)
+        return same(p, eqn, [left, p.whole(right), sizes], dim)
     if right.is_split and right.dim in right_free:
         dim = num_group_dims + len(left_free) + right_free.index(right.dim)
         return same(p, eqn, [p.whole(left), right, sizes], dim)

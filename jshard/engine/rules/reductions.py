@@ -1,7 +1,6 @@
 """Reductions: over dims that are whole on each shard, and over the split dim, first on each shard and then over all."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jshard.plans.policies import wide_dtype
 @rule("reduce_sum", linear=IN_ALL)
 def reduce_sum(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Sums over the dims of a shard. The sum over the split dim is partial."""
+    # The open sum is taken by the first reader that needs it, once: after all that is linear, such as a division.
     (value,) = operands
     axes = eqn.params["axes"]
     if value.dim in axes:
@@ -31,7 +31,7 @@ def reduce_extreme(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list
     axes = eqn.params["axes"]
     if value.dim not in axes or jnp.iscomplexobj(value.x):  # complex numbers have no such all-reduce
         return reduce_gathered(p, eqn, operands)
-    (on_shard,) = same(p, eqn, operands, PARTIAL)
+    (on_shard,) = same(p, eqn, operands, PARTIAL)  # no sum, but of its form: each shard has one array of the result's
     with p.sends("max", eqn, on_shard.bytes):
         return [Value(_extreme_over_shards(p, on_shard.x, is_max=eqn.primitive.name == "reduce_max"))]
 
@@ -62,7 +62,7 @@ def _dim_after(axes: Sequence[int], dim: int) -> int:
     return dim - sum(axis < dim for axis in axes)
 
 
-def _extreme_over_shards(p: Partitioner, x: Any, *, is_max: bool) -> jax.Array:
+def _extreme_over_shards(p: Partitioner, x: jax.Array, *, is_max: bool) -> jax.Array:
     """Returns the largest or smallest of the shards' arrays; NaN where one of them has NaN.
 
     An all-reduce of floats may lose a NaN. So their bits are compared, as integers in the order of the floats, with NaN
@@ -92,6 +92,8 @@ def arg_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     (axis,) = eqn.params["axes"]
     if value.dim != axis:
         return same(p, eqn, operands, _dim_after([axis], value.dim))
+    # The best value comes from its index, not from a maximum: NaN, and equal values, are then chosen as by the
+    # primitive.
     (local_index,) = p.bind(eqn, [value.x])
     best = jnp.take_along_axis(value.x, jnp.expand_dims(local_index, axis), axis)
     start = (p.shard * value.shape[axis]).astype(local_index.dtype)
@@ -104,7 +106,7 @@ def arg_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     return [Value(chosen.squeeze(axis))]
 
 
-def _gather_recorded(p: Partitioner, eqn: JaxprEqn, x: Any, dim: int) -> Any:
+def _gather_recorded(p: Partitioner, eqn: JaxprEqn, x: jax.Array, dim: int) -> jax.Array:
     """Gathers an array, and records that the equation does."""
     with p.sends("whole", eqn, Value(x).bytes * p.degree):
         return p.gather(x, dim)

@@ -148,10 +148,11 @@ class PrimitiveRecord:
     resizes_batch: bool = False
 
 
+# Filled while the modules of rules are imported, which the partitioner does; a user's rule may be entered later.
 PRIMITIVES: dict[str, PrimitiveRecord] = {}
 """The record of each primitive, by name. `jshard.engine.partitioner` imports all rules: it is incomplete before."""
 
-_UNKNOWN = PrimitiveRecord()
+_UNKNOWN = PrimitiveRecord()  # without any fact: computed whole, which is right for every primitive
 
 
 def record_of(eqn: JaxprEqn) -> PrimitiveRecord:
@@ -214,6 +215,8 @@ def index_dim(*names: str) -> Callable[[IndexDim], IndexDim]:
 
 def _enter(names: Iterable[str], **facts: Any) -> None:
     """Adds facts to the records of primitives."""
+    # Added, not replaced: what is known of a primitive is said beside the rule that it belongs to, in several places.
+    # By name, not by the primitive: those of kernels and of newer versions of JAX need not be imported, nor exist.
     for name in names:
         before = PRIMITIVES.get(name, _UNKNOWN)
         PRIMITIVES[name] = dataclasses.replace(before, **facts)

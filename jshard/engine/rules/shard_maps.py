@@ -9,7 +9,6 @@ The region is manual over the data axes already. So a `shard_map` there runs on 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jshard import _compat
 from jshard.engine.rules.building_blocks import find_free_dim, view_of_program
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
-from jshard.engine.rules.values import State, Value, array_bytes, arrays_of, in_states, type_of, with_arrays
+from jshard.engine.rules.values import State, Value, array_bytes, arrays_of, in_states, states_of, type_of, with_arrays
 from jshard.errors import CallError
 from jshard.plans.mesh import FSDP
 from jshard.plans.model_axes import axes_of, spec_over
@@ -101,16 +100,22 @@ class _InnerShardMap:
 
     def _axes_of_dims(self, spec: P, ndim: int) -> DimAxes:
         """Returns the axes of each dim by a spec."""
-        dims = [tuple(axis for axis in axes_of(dim) if self.degrees[axis] > 1) for dim in spec]
-        dims += [()] * (ndim - len(dims))
-        for dim in dims:
-            self._check_order(spec, dim)
+        dims: list[tuple[str, ...]] = []
+        for entry in spec:
+            axes = tuple(axis for axis in axes_of(entry) if self.degrees[axis] > 1)
+            self._check_order(spec, axes)
+            dims.append(axes)
+        dims += [()] * (ndim - len(dims))  # a spec may be shorter: the last dims are whole
         return tuple(dims)
 
     def _check_order(self, spec: P, dim: tuple[str, ...]) -> None:
-        """Raises for a dim that is split over a data axis inside another axis: a shard's part is not contiguous."""
-        data_first = tuple(sorted(dim, key=lambda axis: axis not in self.data_axes))
-        if [axis in self.data_axes for axis in dim] != [axis in self.data_axes for axis in data_first]:
+        """Raises for a dim that is split over a data axis inside another axis: a shard's part is not contiguous.
+
+        P(("tensor", "fsdp")), 2 x 2 devices    rows 0-1 | 2-3 | 4-5 | 6-7
+        on fsdp 0                               0-1 and 4-5, which is no part of a split along the dim
+        """
+        data_first = tuple(sorted(dim, key=self._is_other_axis))
+        if list(map(self._is_other_axis, dim)) != list(map(self._is_other_axis, data_first)):
             raise CallError(
                 "A shard_map inside the model splits a dim over a data axis inside another axis.",
                 where=_compat.user_place(self.eqn),
@@ -118,38 +123,45 @@ class _InnerShardMap:
                 do=f"jax.P({data_first!r})  # the data axes first",
             )
 
+    def _is_other_axis(self, axis: str) -> bool:
+        return axis not in self.data_axes
+
     def run(self, operands: list[Value]) -> list[Value]:
         """Runs the body: as it is if it is over data axes, else split like any program."""
+        # Without JAX's types of varying axes: the region's own `shard_map` is not checked either, and its values have
+        # none.
         body = _compat.without_varying(self.eqn.params["jaxpr"], ())
         if self.is_over_data:
             return self._run_on_parts(body, operands)
         return self._run_partitioned(body, operands)
 
-    def _run_on_parts(self, body: Callable[..., Sequence[Any]], operands: list[Value]) -> list[Value]:
+    def _run_on_parts(self, body: Callable[..., Sequence[jax.Array]], operands: list[Value]) -> list[Value]:
+        # Not partitioned: its collectives over data axes are between the parts as the user has cut them.
         arrays = [self._part_by_spec(v, axes) for v, axes in zip(operands, self.operand_axes, strict=True)]
         results = self._over_other_axes(body)(*arrays)
         return [self._value_of_parts(x, axes) for x, axes in zip(results, self.result_axes, strict=True)]
 
-    def _run_partitioned(self, body: Callable[..., Sequence[Any]], operands: list[Value]) -> list[Value]:
-        # The body computes the sums that it needs: partial operands stay partial.
+    def _run_partitioned(self, body: Callable[..., Sequence[jax.Array]], operands: list[Value]) -> list[Value]:
+        # The body computes the sums that it needs: partial operands stay partial. Others enter as arrays, because the
+        # body is traced on its own.
         values = [v if v.is_partial else self.p.materialize(v) for v in operands]
         values = self._split_on_other_dims(values, self.operand_axes)
         states: list[State] = []
 
-        def run_on_shard(*xs: Any) -> list[Any]:
+        def run_on_shard(*xs: jax.Array) -> list[jax.Array]:
             inside = with_arrays(values, xs)
             program = jax.make_jaxpr(body)(*[view_of_program(self.p, v) for v in inside])
             results = self.p.run(program.jaxpr, program.consts, inside)
             results = [v if v.is_partial else self.p.materialize(v) for v in results]
             results = self._split_on_other_dims(results, self.result_axes)
             # Filled when the `shard_map` below traces this function: before its results are wrapped.
-            states[:] = [v.state for v in results]
+            states[:] = states_of(results)
             return arrays_of(results)
 
         results = self._over_other_axes(run_on_shard)(*arrays_of(values))
         return in_states(results, states)
 
-    def _over_other_axes(self, body: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    def _over_other_axes(self, body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
         """Returns the body in a `shard_map` over the axes that are not manual yet."""
         if not self.other_axes:
             return body
@@ -175,7 +187,7 @@ class _InnerShardMap:
             return self.p.whole(value)
         return self.p.split(value, free_dim)
 
-    def _part_by_spec(self, value: Value, axes_of_dims: DimAxes) -> Any:
+    def _part_by_spec(self, value: Value, axes_of_dims: DimAxes) -> jax.Array:
         """Returns a shard's part of a value by its spec, over the data axes."""
         data_axes = self._data_axes_of_dims(axes_of_dims)
         dim = self._dim_over_all_data(data_axes)
@@ -188,13 +200,14 @@ class _InnerShardMap:
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
         return x
 
-    def _value_of_parts(self, x: Any, axes_of_dims: DimAxes) -> Value:
+    def _value_of_parts(self, x: jax.Array, axes_of_dims: DimAxes) -> Value:
         """Returns the value of which a shard has a part by its spec; what is not split is the same on all shards."""
         data_axes = self._data_axes_of_dims(axes_of_dims)
         dim = self._dim_over_all_data(data_axes)
         if dim is not None:
             return Value(x, dim)
         for dim, axes in data_axes.items():
+            # No state says that a value is split over some of the data axes.
             with self.p.sends("whole", self.eqn, array_bytes(x) * self._num_parts(axes)):
                 x = lax.all_gather(x, axes, axis=dim, tiled=True)
         return Value(x)

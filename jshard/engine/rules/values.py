@@ -60,6 +60,9 @@ class Provenance:
         return self.eqn.primitive.name
 
 
+# Compared by identity: values are keys of what was gathered, planned or is pending, and their arrays are tracers, which
+# cannot be compared. Mutable: where a barrier orders an array that the program already holds, all of its readers must
+# see the one behind the barrier.
 @dataclasses.dataclass(eq=False)
 class Value:
     """A value on one shard: the array that the shard holds, and how the shards' arrays make up the value.
@@ -75,7 +78,7 @@ class Value:
         parameter: path of the parameter that it is, perhaps cast; empty for anything else, such as a gradient.
     """
 
-    x: Any
+    x: Any  # an array; a NumPy one of a literal; None, or a type, where only states matter
     state: State = None
     provenance: Provenance | None = None
     conversions: dict[State, "Value"] = dataclasses.field(default_factory=dict)
@@ -136,28 +139,34 @@ class Value:
 
     def with_array(self, x: Any) -> "Value":
         """Returns another array in the same state, without conversions and provenance."""
+        # Those are of the old array: its equation does not compute the new one.
         return Value(x, self.state, index_dims=self.index_dims, parameter=self.parameter)
 
 
-def arrays_of(values: Iterable[Value]) -> list[Any]:
+def arrays_of(values: Iterable[Value]) -> list[jax.Array]:
     """Returns the arrays that a shard holds."""
     return [v.x for v in values]
 
 
-def in_states(xs: Sequence[Any], states: Sequence[State]) -> list[Value]:
+def states_of(values: Iterable[Value]) -> list[State]:
+    """Returns the states of values."""
+    return [v.state for v in values]
+
+
+def in_states(xs: Sequence[jax.Array], states: Sequence[State]) -> list[Value]:
     """Returns values of arrays, each in its state."""
     return [Value(x, state) for x, state in zip(xs, states, strict=True)]
 
 
-def with_arrays(values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
+def with_arrays(values: Sequence[Value], xs: Sequence[jax.Array]) -> list[Value]:
     """Returns the same states of other arrays: see `Value.with_array`."""
     return [v.with_array(x) for v, x in zip(values, xs, strict=True)]
 
 
-def array_bytes(x: Any) -> int:
+def array_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Returns the bytes of an array, or of its shape and dtype. A typed key counts as one word."""
     num_elements = math.prod(x.shape)
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # no dtype of NumPy's
         return num_elements * 4
     return num_elements * np.dtype(x.dtype).itemsize
 
