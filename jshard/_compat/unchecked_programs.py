@@ -20,7 +20,7 @@ _CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_v
 _KERNELS = frozenset({"pallas_call", "core_map", "mosaic_gpu"})  # their programs are run by a compiler of their own
 
 
-def without_varying(jaxpr: jex.Jaxpr, consts: Sequence[Value]) -> Callable[..., list[Value]]:
+def without_varying(jaxpr: jex.Jaxpr, consts: Sequence[Value]) -> Callable[..., list[Any]]:
     """Returns a program as a function that binds no primitive of such types; its axes are those around the call.
 
     Derivatives are taken before, so custom rules for them are dropped.
