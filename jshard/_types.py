@@ -9,3 +9,6 @@ PyTree: TypeAlias = Any
 
 Json: TypeAlias = Any
 """A value of JSON: None, a bool, a number, a string, or a list or dict of such values."""
+
+TreeDef: TypeAlias = Any
+"""The structure of a tree, a `jax.tree_util.PyTreeDef`: a type checker sees a variable there, no class."""

@@ -12,6 +12,8 @@ from jax.interpreters import mlir, partial_eval
 from jshard._compat import private_names
 
 Params = dict[str, Any]
+DropUnused = Callable[[list[bool], jex.JaxprEqn], tuple[list[bool], jex.JaxprEqn | None]]
+"""From which results are used, and an equation: which operands are used, and a smaller equation."""
 
 
 def is_literal(atom: object) -> bool:
@@ -33,14 +35,14 @@ def stage_with_params(primitive: jex.Primitive, params_of: Callable[..., Params]
     if rules is None:
         return
 
-    def stage(trace: Any, source_info: Any, *tracers: Any, **params: Any) -> Any:
+    def stage(trace: private_names.Private, source_info: object, *tracers: core.Tracer, **params: object) -> object:
         staged = params_of([tracer.aval for tracer in tracers], **params)
         return trace.default_process_primitive(primitive, tracers, staged, source_info)
 
     rules[primitive] = stage
 
 
-def remove_unused(primitive: jex.Primitive, rule: Callable[[list[bool], Any], tuple[list[bool], Any]]) -> None:
+def remove_unused(primitive: jex.Primitive, rule: DropUnused) -> None:
     """Registers the rule by which a primitive's equations lose what nothing uses.
 
     Args:
@@ -48,7 +50,7 @@ def remove_unused(primitive: jex.Primitive, rule: Callable[[list[bool], Any], tu
         rule: returns, from which results are used and an equation, which operands are used, and a smaller equation.
     """
 
-    def of_equation(results_used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    def of_equation(results_used: list[bool], *rest: Any) -> tuple[list[bool], jex.JaxprEqn | None]:
         return rule(results_used, rest[-1])  # since jax 0.12 the second argument says which operands are references
 
     partial_eval.dce_rules[primitive] = of_equation
@@ -78,7 +80,7 @@ def check_inside(primitive: jex.Primitive, program_of: Callable[..., jex.ClosedJ
     if error_class is None or checkify_jaxpr is None or rules is None:
         return
 
-    def check(*args: Any, **params: Any) -> Any:
+    def check(*args: Any, **params: object) -> object:
         context = () if isinstance(args[0], error_class) else args[:1]  # since jax 0.12
         error, enabled_errors, *values = args[len(context) :]
         program = program_of([jax.typeof(x) for x in values], **params)
@@ -87,7 +89,7 @@ def check_inside(primitive: jex.Primitive, program_of: Callable[..., jex.ClosedJ
     rules[primitive] = check
 
 
-def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> Any:
+def lower_jaxpr(ctx: mlir.LoweringRuleContext, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> Any:
     """Lowers a program in place of an equation, without tracing it again as `mlir.lower_fun` would."""
     if _has(closed.jaxpr, ("call_hi_primitive",)):  # since jax 0.12: only a trace for lowering turns it into others
         return mlir.lower_fun(jex.jaxpr_as_fun(closed), multiple_results=True)(ctx, *operands)
@@ -112,7 +114,7 @@ def lower_jaxpr(ctx: Any, closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> A
     return results
 
 
-def _lowered_constant(const: Any) -> Any:
+def _lowered_constant(const: object) -> Any:
     """Returns the values of a constant: more than one if its type is made of several, as of a key."""
     values = mlir.ir_constants(const)
     return values[0] if len(values) == 1 else values
@@ -133,12 +135,12 @@ class _LinearFunction:
     """The linear function that `jax.vjp` transposes, as a program."""
 
     program: jex.Jaxpr  # of the residuals, the tangents that are not zero, and the structured residuals
-    residuals: list[Any]
-    structured_residuals: list[Any]
+    residuals: list[jax.Array]
+    structured_residuals: list[jax.Array]
     is_zero: list[bool]  # of each result: whether its tangent is zero for all arguments
 
     @classmethod
-    def of(cls, vjp: Any) -> "_LinearFunction | None":
+    def of(cls, vjp: private_names.Private) -> "_LinearFunction | None":
         """Returns the function of a result of `jax.vjp`; None if it is not where it was, or cannot be run."""
         try:
             sources, is_zero, program = vjp.fun.args[:3]
@@ -161,7 +163,9 @@ class _LinearFunction:
         return cls(program, residuals, structured, is_zero)
 
 
-def tangents_of(vjp: Any, tangents: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+def tangents_of(
+    vjp: private_names.Private, tangents: Sequence[jax.Array], results: Sequence[jax.ShapeDtypeStruct]
+) -> list[jax.Array]:
     """Returns the results' tangents of the function of which `jax.vjp` has made `vjp`, for tangents of its argument.
 
     `jax.vjp` linearises a function and transposes that. Its result holds the linear function under names that are not
@@ -200,7 +204,7 @@ def _is_transposed_only(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name.startswith("vjp_node[")
 
 
-def _with_plain_primitives(value: Any) -> Any:
+def _with_plain_primitives(value: object) -> object:
     """Returns a parameter of an equation; a program in it, or a tuple of programs, with plain primitives."""
     if isinstance(value, tuple) and value and all(isinstance(x, (jex.Jaxpr, jex.ClosedJaxpr)) for x in value):
         return tuple(map(_with_plain_primitives, value))
@@ -211,7 +215,7 @@ def _with_plain_primitives(value: Any) -> Any:
     return jex.ClosedJaxpr(_of_plain_primitives(value.jaxpr), value.consts)
 
 
-def _has_transposed_only(jaxpr: Any) -> bool:
+def _has_transposed_only(jaxpr: jex.Jaxpr | jex.ClosedJaxpr) -> bool:
     """Returns whether a program has an equation that can only be transposed, also inside of others."""
     for eqn in jaxpr.eqns:
         if _is_transposed_only(eqn) or any(map(_has_transposed_only, jex.jaxprs_in_params(eqn.params))):

@@ -3,8 +3,7 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -30,7 +29,7 @@ def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
 _CACHE_WRITE_PARAMETERS = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
 
 
-def use_program_cache(cache: Any, folder: str) -> None:
+def use_program_cache(cache: object, folder: str) -> None:
     """Makes JAX store compiled programs in a cache of ours, from every process of a run on CPUs.
 
     In JAX only the first process writes. But on CPUs each has its own programs with its own keys: the others would
@@ -46,7 +45,7 @@ def use_program_cache(cache: Any, folder: str) -> None:
     set_program_cache(cache, folder)
 
 
-def set_program_cache(cache: Any, folder: str) -> None:
+def set_program_cache(cache: object, folder: str) -> None:
     """Makes JAX store compiled programs in a cache of ours; in its own form if the private name is gone."""
     private_names.CACHE_OF_FOLDER.replace(lambda path: (cache, path))
     compilation_cache.reset_cache()  # JAX keeps the cache that it opened first, and would never call the function above
@@ -63,10 +62,15 @@ def _is_known_cache_write() -> bool:
 
 
 def _write_from_any_process(
-    cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Any = ()
+    cache_key: str,
+    compile_time_secs: float,
+    module_name: str,
+    backend: object,
+    executable: object,
+    host_callbacks: Sequence[object] = (),
 ) -> None:
     """Does what JAX's own function does, without its first condition: that the process is the first."""
-    least_s: Any = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    least_s: float = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     if host_callbacks or compile_time_secs < least_s:
         return
     put = private_names.CACHE_PUT.get()

@@ -14,7 +14,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from jshard._compat import private_names
 
@@ -58,7 +57,7 @@ def plugin_versions(cuda: str) -> tuple[str, str] | None:
     return jaxlib, plugin
 
 
-def versions(packages: Iterable[str]) -> dict[str, Any]:
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Returns the versions of packages, for records; None for one that is not installed."""
     return {package: _version(package) for package in packages}
 
@@ -91,7 +90,7 @@ def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | 
     return None
 
 
-def _described_cluster(cluster: Any, port: str | None) -> tuple[str, str, int, int] | None:
+def _described_cluster(cluster: private_names.Private, port: str | None) -> tuple[str, str, int, int] | None:
     num_processes = cluster.get_process_count()
     if num_processes < 2:
         return None
@@ -113,7 +112,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(saved)
 
 
-def coordinator() -> Any:
+def coordinator() -> private_names.Private:
     """Returns the client of the service that the processes of a run share; None if it was not started.
 
     Raises:

@@ -1,23 +1,25 @@
 """Arrays in host memory, also of devices that this process does not have."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshard._compat import private_names
 
 _HOST = jax.memory.Space.Host
 
+S = TypeVar("S")
 
-def on_host(x: Any) -> bool:
+
+def on_host(x: object) -> bool:
     """Returns whether an array, traced or not, is in host memory, which is part of its type."""
     aval = x if isinstance(x, core.ShapedArray) else jax.typeof(x)
     return getattr(aval, "memory_space", None) == _HOST
 
 
-def host_rows(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def host_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns an uninitialised array in host memory, to be written row by row.
 
     Made as `lax.scan` makes its own: XLA:GPU would first create zeros on the device and copy them.
@@ -49,7 +51,7 @@ class _HostSharding(NamedSharding):
         return isinstance(other, _HostSharding) and super().__eq__(other)
 
 
-def host_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+def host_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
     """Returns a sharding in host memory. jax drops the kind for absent devices, although the compiler supports it."""
     sharding = NamedSharding(mesh, spec, memory_kind="pinned_host")
     if sharding.memory_kind is None:
@@ -57,7 +59,7 @@ def host_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
     return sharding
 
 
-def asked_of_results(sharding: Any) -> Any:
+def asked_of_results(sharding: S) -> S | NamedSharding:
     """Returns the sharding for the results of a program: for absent devices, only their types name the host."""
     if isinstance(sharding, _HostSharding):
         return NamedSharding(sharding.mesh, sharding.spec)

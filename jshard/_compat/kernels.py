@@ -1,15 +1,20 @@
 """Kernels for NVIDIA GPUs: how Pallas takes them in each version, and streams beside that of the program."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 
 from jshard._compat import private_names
 
+R = TypeVar("R")
 
-def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
+Ref = Any
+"""An array in memory inside a kernel of Pallas, which has no public class."""
+
+
+def on_stream(function: Callable[..., R], stream: int) -> Callable[..., R]:
     """Returns a function whose operations run on another stream of the GPU, beside those of the program around it."""
     from jax.experimental import compute_on as module
 
@@ -17,7 +22,9 @@ def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
     return wrap(function, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
 
 
-def mosaic_kernel(body: Any, *, name: str, scratch: list[Any], interpret: bool, **launch: Any) -> Any:
+def mosaic_kernel(
+    body: Callable[..., None], *, name: str, scratch: Sequence[Any], interpret: bool, **launch: Any
+) -> Callable[..., Any]:
     """Returns a Pallas kernel for NVIDIA GPUs; with `interpret` it runs step by step on a CPU."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -40,7 +47,7 @@ def _interpreter_params() -> Any:
     return params_class()
 
 
-def pallas_load(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
+def pallas_load(ref: Ref, index: object, *, interpret: bool) -> jax.Array:
     """Reads a part of an array in device memory inside a kernel, with any layout of its users."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -52,7 +59,7 @@ def pallas_load(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
     return load(ref.at[index], optimized=False)
 
 
-def pallas_transposed(ref: Any) -> Any:
+def pallas_transposed(ref: Ref) -> Ref:
     """Returns a matrix in shared memory with its dims swapped."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 

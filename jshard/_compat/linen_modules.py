@@ -13,6 +13,9 @@ import flax.linen as nn
 
 from jshard._compat import private_names
 
+Method = Callable[..., Any]
+"""A method of a Linen module, or an interceptor of one."""
+
 LINEN_CALL = private_names.LINEN_CALL_METHOD.attribute
 """The method of a Linen module through which every call of its methods goes: `(self, function, args, kwargs)`."""
 
@@ -45,7 +48,7 @@ def check_linen(module: nn.Module) -> None:
     private_names.LINEN_STATE.get_in(module)
 
 
-def is_transformed(method: Any) -> bool:
+def is_transformed(method: object) -> bool:
     """Returns whether a method was created by one of Flax's transformations, such as `nn.vmap(Model)` or `@nn.remat`.
 
     Flax handles the method inside it, but not this one again.
@@ -53,7 +56,7 @@ def is_transformed(method: Any) -> bool:
     return hasattr(method, _HANDLED) and hasattr(getattr(method, "__wrapped__", None), _HANDLED)
 
 
-def is_method(function: Callable[..., Any]) -> bool:
+def is_method(function: Method) -> bool:
     """Returns whether a function is a method of a Linen module, which Flax calls in its own way."""
     return hasattr(function, _HANDLED)
 
@@ -64,7 +67,7 @@ def linen_children(module: nn.Module) -> list[nn.Module]:
     return [child for child in state.children.values() if isinstance(child, nn.Module)]
 
 
-def transformed_methods(base: type[nn.Module]) -> dict[str, Any]:
+def transformed_methods(base: type[nn.Module]) -> dict[str, Method]:
     """Returns the methods of a class that were created by Flax's transformations."""
     methods = {}
     for name in dir(base):
@@ -75,9 +78,7 @@ def transformed_methods(base: type[nn.Module]) -> dict[str, Any]:
     return methods
 
 
-def run_method(
-    function: Callable[..., Any], module: nn.Module, args: tuple, kwargs: Mapping[str, Any], ours: Callable[..., Any]
-) -> Any:
+def run_method(function: Method, module: nn.Module, args: tuple, kwargs: Mapping[str, object], ours: Method) -> object:
     """Runs a plain method of a bound copy of a module, from inside an interceptor of the module's own call.
 
     Captured results, names and interceptors around ours belong to that call. Interceptors of the model itself, inside
@@ -90,7 +91,7 @@ def run_method(
         kwargs: its named arguments.
         ours: the interceptor that runs now; those entered before it have already seen the call.
     """
-    call: Callable[..., Any] = functools.partial(function, module)
+    call: Method = functools.partial(function, module)
     if is_transformed(function):  # the module inside does all of this
         return call(*args, **kwargs)
     context = nn.module.InterceptorContext(module, function.__name__, call)
@@ -106,16 +107,14 @@ def run_method(
         callers.pop()
 
 
-def _intercepted(
-    call: Callable[..., Any], interceptor: Callable[..., Any], context: nn.module.InterceptorContext
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _intercepted(call: Method, interceptor: Method, context: nn.module.InterceptorContext) -> Method:
+    def run(*args: object, **kwargs: object) -> object:
         return interceptor(call, args, kwargs, context)
 
     return run
 
 
-def exported_state(module: nn.Module) -> Any:
+def exported_state(module: nn.Module) -> object:
     """Returns the parts of a module's call state that a copy takes over to run the call, as in Flax's transformations.
 
     That is whether `setup` has run, and the numbers in the names of its next submodules.

@@ -16,7 +16,7 @@ SETTINGS = frozenset({int, float, bool, str, bytes, type(None), type, types.Func
 """The usual types of a module's attributes besides modules, variables and arrays."""
 
 
-def is_linen_module(x: Any) -> bool:
+def is_linen_module(x: object) -> bool:
     """Returns whether a value is a Linen module, which is a dataclass, too; for parts of the library without Linen."""
     return isinstance(x, nn.Module)
 
@@ -25,9 +25,9 @@ def is_linen_module(x: Any) -> bool:
 class _Graphlib:
     """What Flax itself walks graphs with."""
 
-    registry: dict[type, Any]  # of the classes of NNX: how each is flattened
-    impl_of: Callable[[Any], Any]  # the same for any node, also one of JAX's pytrees
-    is_node: Callable[[Any], bool]
+    registry: dict[type, private_names.Private]  # of the classes of NNX: how each is flattened
+    impl_of: Callable[[object], private_names.Private]  # the same for any node, also one of JAX's pytrees
+    is_node: Callable[[object], bool]
 
 
 @functools.cache  # a walk over a large model asks for it at every number
@@ -41,7 +41,7 @@ def _graphlib() -> _Graphlib | None:
     return _Graphlib(registry, impl_of, is_graph_node)
 
 
-def is_node(x: Any) -> bool:
+def is_node(x: object) -> bool:
     """Returns whether a value is an inner node of a Flax graph; a variable is not.
 
     Equals Flax's own function, which is slow because it checks every number for being a variable.
@@ -55,7 +55,7 @@ def is_node(x: Any) -> bool:
     return _is_node_by_public_names(x) if graphlib is None else graphlib.is_node(x)
 
 
-def children(node: Any) -> dict[Any, Any]:
+def children(node: object) -> dict[Any, Any]:
     """Returns the attributes or items of a node of a Flax graph, without Flax's internal ones; empty for a leaf.
 
     `nnx.iter_graph` visits a shared node once; with this it can be visited along every path.
@@ -81,7 +81,7 @@ def is_pytree_class(cls: type[nnx.Module]) -> bool:
     return not jax.tree_util.all_leaves([object.__new__(cls)])
 
 
-def _is_node_by_public_names(x: Any) -> bool:
+def _is_node_by_public_names(x: object) -> bool:
     if isinstance(x, nnx.Variable):
         return False
     if isinstance(x, (nnx.Pytree, tuple)):
@@ -89,7 +89,7 @@ def _is_node_by_public_names(x: Any) -> bool:
     return not jax.tree_util.all_leaves([x])
 
 
-def _children_by_public_names(node: Any) -> dict[Any, Any]:
+def _children_by_public_names(node: object) -> dict[Any, Any]:
     """Returns what Flax's own function returns, in its order: sorted by key."""
     if isinstance(node, nnx.List):
         return dict(sorted(map(_list_item, vars(node).items()), key=_numbers_first))
@@ -100,19 +100,19 @@ def _children_by_public_names(node: Any) -> dict[Any, Any]:
     return dict(sorted((_key_of(path), child) for path, child in items))
 
 
-def _list_item(attribute: tuple[str, Any]) -> tuple[int | str, Any]:
+def _list_item(attribute: tuple[str, object]) -> tuple[int | str, object]:
     """Returns an item of an `nnx.List`, which is an attribute named by its number; other attributes as they are."""
     name, value = attribute
     return (int(name) if name.isdigit() else name), value
 
 
-def _numbers_first(item: tuple[int | str, Any]) -> tuple[bool, int | str]:
+def _numbers_first(item: tuple[int | str, object]) -> tuple[bool, int | str]:
     key = item[0]
     # Numbers and texts cannot be compared: numbers first, as Flax sorts them.
     return isinstance(key, str), key
 
 
-def _key_of(path: tuple[Any, ...]) -> Any:
+def _key_of(path: tuple[object, ...]) -> Any:
     """Returns the key of a child in its node, as Flax names it."""
     (entry,) = path
     match entry:

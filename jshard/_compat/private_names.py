@@ -17,6 +17,9 @@ from typing import Any
 
 from jshard.errors import UnsupportedVersionError
 
+Private = Any
+"""What has a private name, or came from it: no public type describes it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SupportedVersions:
@@ -71,14 +74,14 @@ class PrivateName:
         except (ImportError, AttributeError):
             return False
 
-    def find(self) -> Any:
+    def find(self) -> Private:
         """Returns what has the name; None if the installed version does not have it."""
         try:
             return getattr(self._owner(), self.attribute)
         except (ImportError, AttributeError):
             return None
 
-    def get(self) -> Any:
+    def get(self) -> Private:
         """Returns what has the name, which jshard needs.
 
         Raises:
@@ -89,11 +92,11 @@ class PrivateName:
             raise self.missing()
         return self.find()
 
-    def find_in(self, instance: object) -> Any:
+    def find_in(self, instance: object) -> Private:
         """Returns the attribute of an instance; None if it has no such attribute."""
         return getattr(instance, self.attribute, None)
 
-    def get_in(self, instance: object) -> Any:
+    def get_in(self, instance: object) -> Private:
         """Returns the attribute of an instance, which jshard needs.
 
         Raises:
@@ -104,13 +107,13 @@ class PrivateName:
         except AttributeError:
             raise self.missing() from None
 
-    def replace(self, value: Any) -> None:
+    def replace(self, value: object) -> None:
         """Lets the library find another value under this name from now on; does nothing if it is gone."""
         if self.exists():
             setattr(self._owner(), self.attribute, value)
 
     @contextlib.contextmanager
-    def replaced(self, value: Any) -> Iterator[None]:
+    def replaced(self, value: object) -> Iterator[None]:
         """Lets the library find another value under this name inside the context; does nothing if it is gone."""
         before = self.find()
         self.replace(value)

@@ -112,7 +112,7 @@ def _line(frame: Any) -> str:
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
 
 
-def _frames(source_info: Any) -> list[Any]:
+def _frames(source_info: object) -> list[Any]:
     """Returns the Python stack that JAX records with an equation; empty if it was switched off."""
     recorded = getattr(source_info, "traceback", None)
     return [] if recorded is None else list(recorded.frames)

@@ -24,7 +24,7 @@ def trace_context() -> Hashable:
     return object() if context is None else context()
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: object) -> frozenset[str]:
     """Returns the manual mesh axes over which a value inside `shard_map` differs."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
@@ -55,12 +55,12 @@ def abstract_device() -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
-def is_tracer(x: Any) -> bool:
+def is_tracer(x: object) -> bool:
     """Returns whether a value is traced, not concrete."""
     return isinstance(x, core.Tracer)
 
 
-def is_concrete(x: Any) -> bool:
+def is_concrete(x: object) -> bool:
     """Returns whether the numbers of a value are known, also in code that is differentiated; False if unknown."""
     if not is_tracer(x):
         return True
@@ -74,7 +74,7 @@ def in_trace() -> bool:
     return is_tracer(jax.numpy.zeros(()))
 
 
-def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: jex.JaxprEqn, values: Sequence[object]) -> list[Any]:
     """Runs an equation of a jaxpr on other values; returns its results."""
     # `get_bind_params` turns programs among the parameters back into the functions that some primitives bind.
     results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
@@ -88,13 +88,13 @@ def equation_setting(eqn: jex.JaxprEqn) -> Hashable:
     return eqn.source_info.name_stack, eqn.ctx, frozenset(eqn.effects)
 
 
-def is_same_rule(one: Any, other: Any) -> bool:
+def is_same_rule(one: object, other: object) -> bool:
     """Returns whether two equations of `jax.custom_jvp` have one rule, without static arguments; False if unknown."""
     rule = _custom_rule(one)
     return rule is not None and rule is _custom_rule(other)
 
 
-def _custom_rule(memoized: Any) -> Any:
+def _custom_rule(memoized: private_names.Private) -> object:
     """Returns the user's function in an equation of `jax.custom_jvp`, two closures deep; None for any other form."""
     try:
         wrapped = inspect.getclosurevars(memoized.f).nonlocals["fn"]
@@ -157,7 +157,7 @@ def running(eqn: jex.JaxprEqn) -> Iterator[None]:
         yield
 
 
-def _settings(context: Any) -> Iterator[Any]:
+def _settings(context: private_names.Private) -> Iterator[contextlib.AbstractContextManager[object]]:
     """Yields the settings of a user's `compute_on`, `set_xla_metadata` or `threefry_partitionable` at an equation."""
     if context.compute_type is not None:
         yield _compute_on(context.compute_type)
@@ -171,7 +171,7 @@ def _settings(context: Any) -> Iterator[Any]:
         yield partitionable(context.threefry_partitionable)
 
 
-def _compute_on(compute_type: str) -> Any:
+def _compute_on(compute_type: str) -> contextlib.AbstractContextManager[object]:
     """Returns a context in which operations run on the host, or on another stream."""
     extend_compute_type = private_names.COMPUTE_TYPE.find()
     if extend_compute_type is not None:
@@ -184,7 +184,7 @@ def _compute_on(compute_type: str) -> Any:
     return compute_on(compute_type)
 
 
-def threefry_bits() -> Callable[[Any, int, tuple[int, ...]], Any] | None:
+def threefry_bits() -> Callable[[jax.Array, int, tuple[int, ...]], jax.Array] | None:
     """Returns the function that draws the bits of threefry keys, of a key's data, the bits' width and their shape.
 
     They equal those of `jax.random.bits`, which is one equation for any generator. This one is made of elementwise

@@ -1,6 +1,6 @@
 """Programs whose types record the manual axes over which a value varies, for a `shard_map` that does not check them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jshard._compat.tracing import automatic_axes, bind, running
 
+Value = jax.Array | np.ndarray
+
 CASTS = frozenset({"pvary", "reduced_vary_cast", "reduced_vary_cast_p"})
 """Primitives that change the type but no number."""
 
@@ -18,14 +20,14 @@ _CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_v
 _KERNELS = frozenset({"pallas_call", "core_map", "mosaic_gpu"})  # their programs are run by a compiler of their own
 
 
-def without_varying(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:
+def without_varying(jaxpr: jex.Jaxpr, consts: Sequence[Value]) -> Callable[..., list[Any]]:
     """Returns a program as a function that binds no primitive of such types; its axes are those around the call.
 
     Derivatives are taken before, so custom rules for them are dropped.
     """
 
-    def run(*args: Any) -> list[Any]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    def run(*args: Value) -> list[Value]:
+        env: dict[jex.Var, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
             operands = [_read(env, atom) for atom in eqn.invars]
             with running(eqn):
@@ -36,7 +38,7 @@ def without_varying(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Callable[..., li
     return run
 
 
-def _read(env: dict[Any, Any], atom: Any) -> Any:
+def _read(env: Mapping[jex.Var, Value], atom: jex.Var | jex.Literal) -> Value:
     if isinstance(atom, jex.Literal):
         # A constant's type has the mesh of its trace, which is another one: an array of numpy has none.
         aval: Any = atom.aval
@@ -44,7 +46,7 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
     return env[atom]
 
 
-def _run(eqn: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
+def _run(eqn: jex.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs an equation by a primitive that has no such types."""
     name = eqn.primitive.name
     params = eqn.params
@@ -70,11 +72,11 @@ def _run(eqn: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
     return bind(eqn.replace(params=plain_params), operands)
 
 
-def _all_gather(x: Any, params: dict[str, Any]) -> Any:
+def _all_gather(x: Value, params: Mapping[str, Any]) -> jax.Array:
     return lax.all_gather(x, axis_name=params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])
 
 
-def _run_shard_map(params: dict[str, Any], operands: list[Any]) -> list[Any]:
+def _run_shard_map(params: Mapping[str, Any], operands: list[Value]) -> list[Value]:
     run = jax.shard_map(
         without_varying(params["jaxpr"], ()),
         in_specs=tuple(params["in_specs"]),
@@ -86,7 +88,7 @@ def _run_shard_map(params: dict[str, Any], operands: list[Any]) -> list[Any]:
     return list(run(*operands))
 
 
-def _constrained(x: Any, sharding: Any) -> Any:
+def _constrained(x: Value, sharding: object) -> Value:
     """Constrains an array over the axes that are automatic here; the others are manual, or of another mesh."""
     axes = automatic_axes()
     if not axes or not isinstance(sharding, jax.sharding.NamedSharding):
@@ -103,7 +105,7 @@ def _automatic(entry: Any, axes: dict[str, int]) -> Any:
     return tuple(axis for axis in entry or () if axis in axes) or None
 
 
-def _plain(value: Any, *, is_kernel: bool) -> Any:
+def _plain(value: object, *, is_kernel: bool) -> Any:
     """Returns a parameter of an equation without such types, also inside of tuples and programs."""
     if isinstance(value, jax.sharding.NamedSharding):
         return None  # over the mesh of the trace, which is another one
@@ -123,7 +125,7 @@ def _plain(value: Any, *, is_kernel: bool) -> Any:
     return value
 
 
-def _traced(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
+def _traced(jaxpr: jex.Jaxpr, consts: Sequence[Value]) -> jex.ClosedJaxpr:
     # An aval has no program in it, so `is_kernel` has no effect.
     types = [_plain(var.aval, is_kernel=True) for var in jaxpr.invars]
     return jax.make_jaxpr(without_varying(jaxpr, consts))(*types)

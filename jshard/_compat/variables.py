@@ -14,10 +14,10 @@ _plain_set_raw_value = nnx.Variable.set_raw_value  # before it goes through home
 class VariableHome(Protocol):
     """Where the values of a variable belong."""
 
-    def arriving(self, value: Any) -> Any:
+    def arriving(self, value: object) -> object:
         """Returns a value, or a part of one, in a form that can be written into the variable's value."""
 
-    def settled(self, value: Any) -> Any:
+    def settled(self, value: object) -> object:
         """Returns the value that the variable holds after it was written; the same one if nothing has to change."""
 
 
@@ -34,7 +34,7 @@ def _remembering_class() -> type:
     class Remembering(trace_state):
         __slots__ = ("home",)
 
-        def __init__(self, trace: Any, home: VariableHome) -> None:
+        def __init__(self, trace: object, home: VariableHome) -> None:
             setattr(self, trace_of_state.attribute, trace_of_state.get_in(trace))
             self.home = home
 
@@ -44,7 +44,7 @@ def _remembering_class() -> type:
     return Remembering
 
 
-def home_of(variable: nnx.Variable) -> Any:
+def home_of(variable: nnx.Variable) -> VariableHome | None:
     """Returns the home that `give_home` has set; None if the variable has none."""
     return getattr(private_names.VARIABLE_TRACE.find_in(variable), "home", None)
 
@@ -55,7 +55,7 @@ def give_home(variable: nnx.Variable, home: VariableHome) -> None:
     object.__setattr__(variable, trace.attribute, _remembering_class()(trace.get_in(variable), home))
 
 
-def write_past_home(variable: nnx.Variable, value: Any) -> None:
+def write_past_home(variable: nnx.Variable, value: object) -> None:
     """Sets the value of a variable as it is, for a value that stays for a moment.
 
     Flax refuses to write a variable of an outer trace, which this may be: then the caller restores its value.
@@ -66,7 +66,7 @@ def write_past_home(variable: nnx.Variable, value: Any) -> None:
         _plain_set_raw_value(variable, value)
 
 
-def write_unchecked(variable: nnx.Variable, value: Any) -> None:
+def write_unchecked(variable: nnx.Variable, value: object) -> None:
     """Sets the value of a variable that Flax has just written, and so has checked; it is placed as planned."""
     write_past_home(variable, value)
     settle(variable)
@@ -94,7 +94,7 @@ def has_metadata(variable: nnx.Variable, name: str) -> bool:
 
 def _settling(write: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(write)
-    def settling(self: nnx.Variable, *args: Any, **kwargs: Any) -> None:
+    def settling(self: nnx.Variable, *args: object, **kwargs: object) -> None:
         write(self, *args, **kwargs)
         settle(self)
 
@@ -103,7 +103,7 @@ def _settling(write: Callable[..., None]) -> Callable[..., None]:
 
 def _arriving(write: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(write)
-    def arriving(self: nnx.Variable, value: Any, **kwargs: Any) -> None:
+    def arriving(self: nnx.Variable, value: object, **kwargs: object) -> None:
         home = home_of(self)
         if home is not None:
             value = home.arriving(value)
@@ -114,7 +114,7 @@ def _arriving(write: Callable[..., None]) -> Callable[..., None]:
 
 def _with_home(copy: Callable[..., nnx.Variable]) -> Callable[..., nnx.Variable]:
     @functools.wraps(copy)
-    def with_home(self: nnx.Variable, *args: Any, **kwargs: Any) -> nnx.Variable:
+    def with_home(self: nnx.Variable, *args: object, **kwargs: object) -> nnx.Variable:
         copied = copy(self, *args, **kwargs)
         home = home_of(self)
         # Flax makes a copy with a fresh trace state, which has no home.

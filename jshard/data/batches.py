@@ -9,16 +9,20 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsInt
 
 from jax.sharding import Mesh
 
 from jshard._text import counted
+from jshard._types import Json, PyTree
 from jshard.checkpoint.data_position.position import misfit
 from jshard.checkpoint.data_position.sample_order import Description, describe, differences
-from jshard.data.loader import DataError
+from jshard.data.loader import DataError, GrainDataset
 from jshard.errors import RunError, ShardingError
 from jshard.plans.mesh import batch_sharding, data_degree
+
+if TYPE_CHECKING:
+    import grain
 
 ENDLESS = sys.maxsize
 """The length of `dataset.repeat()`."""
@@ -52,7 +56,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
     return sorted(rows)
 
 
-def order_of(dataset: Any) -> list[str]:
+def order_of(dataset: GrainDataset) -> list[str]:
     """Returns the steps of a dataset that determine the order of its samples, starting with its sources.
 
     Steps that only change the contents of samples are left out: they may differ between two runs.
@@ -110,7 +114,13 @@ class GlobalBatches:
     global_position: ClassVar[bool] = True
 
     def __init__(
-        self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int = 0, read_options: Any = None
+        self,
+        dataset: GrainDataset,
+        *,
+        batch_size: int,
+        rows: Sequence[int] | Mesh,
+        start: int = 0,
+        read_options: grain.ReadOptions | None = None,
     ) -> None:
         self.dataset = _numbered(dataset)
         self.batch_size = batch_size
@@ -131,7 +141,7 @@ class GlobalBatches:
     def __iter__(self) -> GlobalBatches:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self._reading is None:
             num_left = max(0, len(self.dataset) - self.samples)
             self._reading = self._reader(num_left // self.batch_size)
@@ -150,7 +160,7 @@ class GlobalBatches:
             self._reading.close()
             self._reading = None
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """Returns the position of the run, small and the same on every process; every process calls it."""
         return {"kind": type(self).__name__, "order": self.order, "pipeline": self.sample_order, **self._position()}
 
@@ -159,7 +169,7 @@ class GlobalBatches:
         """What the order of samples depends on; reads three samples of each source, twice."""
         return describe(self.dataset)
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Json]) -> None:
         """Continues from a position of `get_state`, whatever the rows, the processes and the batch size were.
 
         Raises:
@@ -169,13 +179,13 @@ class GlobalBatches:
         self.close()
         self._move_to(state)
 
-    def check_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Json]) -> None:
         """Raises what `set_state` would raise, without changing the position."""
         misfits = list(self._misfits(state))
         if misfits:
             raise misfit(misfits, f"{type(self).__name__}(..., start=4096)")
 
-    def _misfits(self, state: dict[str, Any]) -> Iterator[str]:
+    def _misfits(self, state: dict[str, Json]) -> Iterator[str]:
         """Yields each difference, as text."""
         if state.get("kind") != type(self).__name__:
             yield f"kind   saved {state.get('kind', 'another')}  here {type(self).__name__}"
@@ -185,7 +195,7 @@ class GlobalBatches:
         elif state.get("pipeline") is not None:  # earlier versions stored only the order
             yield from differences(state["pipeline"], self.sample_order)
 
-    def _reader(self, num_batches: int) -> Any:
+    def _reader(self, num_batches: int) -> Iterator[Any]:
         """Returns an iterator over so many batches from the position on; samples are read ahead, in parallel."""
         import grain
 
@@ -194,7 +204,7 @@ class GlobalBatches:
         batch_size = self.batch_size
         rows = self.rows
 
-        def sample(number: Any) -> Any:
+        def sample(number: SupportsInt) -> PyTree:
             step, row_number = divmod(int(number), len(rows))
             return self._sample(first + step * batch_size + rows[row_number])
 
@@ -203,7 +213,7 @@ class GlobalBatches:
         # Several threads read, and Grain returns the samples in the order of their numbers.
         return iter(numbers.map(sample).to_iter_dataset(self._read_options).batch(len(rows)))
 
-    def _sample(self, number: int) -> Any:
+    def _sample(self, number: int) -> PyTree:
         """Returns a sample by its number in the run."""
         try:
             sample = self.dataset[number]
@@ -226,19 +236,19 @@ class GlobalBatches:
 
     # What `PackedBatches` does in another way.
 
-    def _handed_out(self, read: Any) -> Any:
+    def _handed_out(self, read: Any) -> PyTree:
         """Returns the batch in what a reader has read, once it is requested."""
         return read
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Json]:
         """Returns the entries of the state that count."""
         return {"samples": self.samples}
 
-    def _move_to(self, state: dict[str, Any]) -> None:
+    def _move_to(self, state: dict[str, Json]) -> None:
         self.samples = int(state["samples"])
 
 
-def _numbered(dataset: Any) -> Any:
+def _numbered(dataset: GrainDataset) -> GrainDataset:
     """Returns the dataset as a `grain.MapDataset`: samples by number, in any order, any number of times."""
     import grain  # imported here: not needed without a data position
 

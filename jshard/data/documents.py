@@ -11,8 +11,12 @@ from typing import IO, Any, TypedDict, TypeVar
 
 from jshard import _files
 from jshard._parsing import FormError, checked, parse_json, shown
+from jshard._types import Json
 from jshard.data.loader import DataError
 from jshard.errors import MissingExtraError
+
+ArrowTable = Any
+"""A table of pyarrow, or a batch of its rows; pyarrow is optional."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 """The ends of the names of files with a JSON object on each line."""
@@ -54,7 +58,7 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
             yield text.encode(errors="replace")
 
 
-def _json_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _json_object(path: Path, number: int, line: bytes) -> dict[str, Json]:
     """Returns the object on a line."""
     try:
         entry = parse_json(line)
@@ -108,7 +112,7 @@ class _SavedSplits(TypedDict):
 _Saved = TypeVar("_Saved", _SavedState, _SavedSplits)
 
 
-def _parquet(path: Path, text_key: str) -> Iterator[Any]:
+def _parquet(path: Path, text_key: str) -> Iterator[ArrowTable]:
     """Yields tables of at most 65,536 rows, the default of pyarrow; the first has all columns but no rows."""
     file = _pyarrow(path).parquet.ParquetFile(path)
     # The batches below have the requested column alone: an error on it names all columns.
@@ -116,7 +120,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[Any]:
     yield from file.iter_batches(columns=[text_key])
 
 
-def _dataset(path: Path) -> Iterator[Any]:
+def _dataset(path: Path) -> Iterator[ArrowTable]:
     """Yields the same for a folder written by `save_to_disk`; of several splits, the one to train on."""
     if (path / "dataset_dict.json").is_file():
         path = _split_to_train_on(path)
@@ -167,7 +171,7 @@ def _damaged(path: Path, why: str) -> DataError:
     )
 
 
-def _column(path: Path, tables: Iterable[Any], text_key: str) -> Iterator[bytes]:
+def _column(path: Path, tables: Iterable[ArrowTable], text_key: str) -> Iterator[bytes]:
     """Yields the texts of tables.
 
     Each is checked first: pyarrow would read beyond the memory of a damaged one.

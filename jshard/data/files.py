@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from jshard._paths import expanded
 from jshard.data.documents import JSON_LINES, documents_of, is_dataset
@@ -265,7 +264,7 @@ def _text_of(path: Path) -> bytes:
     return text
 
 
-def _name(path: Path, root: Path, taken: Mapping[str, Any]) -> str:
+def _name(path: Path, root: Path, taken: Mapping[str, object]) -> str:
     """Returns the name of a file's text: its path below the root, or its whole path if that name is taken."""
     # The last part of the given path stays in the name, so that two folders may contain equal names.
     root_name = Path(os.path.abspath(root)).name

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 Sample = dict[str, np.ndarray]
 Spec = dict[str, str]  # key -> shape and dtype as text
 
+Order = Any
+"""Numbers of samples by their place in the run: a dataset of Grain, an array, or turns of several sources."""
+
+GrainDataset = Any
+"""A dataset of Grain, which is imported only where it is needed."""
+
 _SEEDS = 2**32  # Grain's range
 _LONGEST_PERIOD = 100_000  # of a mixture; `_Turns` lists the places of one period
 _NOT_NUMBERS = "OUSMm"  # numpy's kinds of objects, texts and dates
@@ -128,7 +134,7 @@ class Mixture:
         start = self._ends[number] - self._lengths[number]
         return self.sources[number][index - start]
 
-    def order(self, seed: int) -> Any:
+    def order(self, seed: int) -> Order:
         """Returns the numbers of samples in the order of a run, without end."""
         if not self.weights:
             return _shuffled(0, len(self), seed)
@@ -160,7 +166,7 @@ class Mixture:
 class _Turns:
     """The sample of any number in the run, from sources that alternate by integer weights, with their sum as period."""
 
-    def __init__(self, weights: Sequence[int], orders: Sequence[Any]):
+    def __init__(self, weights: Sequence[int], orders: Sequence[Order]):
         self._weights = weights
         self._orders = orders
         # Of each place in a period: the source that has its turn, and the number of its turns before.
@@ -207,7 +213,7 @@ def _next_source(weights: Sequence[int], num_turns: Sequence[int], place: int) -
 class Reader:
     """Makes batches of a source; also carries the source to worker processes."""
 
-    source: Any
+    source: Source
     part: str  # its name in `Data`, for messages
     spec: Spec  # required form of every sample
     error: type[FourPartError]  # the error class: of a request before training, of work later
@@ -241,7 +247,7 @@ def spec_of(sample: Sample) -> Spec:
     return {key: f"{array.shape} {array.dtype}" for key, array in sample.items()}
 
 
-def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartError]) -> Sample:
+def read_sample(source: Source, part: str, sample_id: int, error: type[FourPartError]) -> Sample:
     """Returns a sample as arrays; raises `error` if it cannot be read, or is not a dict of numeric arrays."""
     where = f"data.{part}[{sample_id}], of a {type(source).__name__}"
     try:
@@ -265,7 +271,7 @@ def read_sample(source: Any, part: str, sample_id: int, error: type[FourPartErro
     return arrays
 
 
-def _fault_of_dict(sample: Any) -> str | None:
+def _fault_of_dict(sample: object) -> str | None:
     """Returns why a sample is not a dict with names; None if it is one."""
     if isinstance(sample, dict) and sample and all(isinstance(key, str) for key in sample):
         return None
@@ -420,7 +426,7 @@ class Loader:
         return HeldOutBatches(batches, [len(part) for part in parts])
 
     def _batches(
-        self, part: str, order: Any, start: int, num_batches: int, *, workers: int = 0
+        self, part: str, order: Order, start: int, num_batches: int, *, workers: int = 0
     ) -> Generator[Sample, None, None]:
         """Yields batches of one part of the data.
 
@@ -456,14 +462,14 @@ class Loader:
     def _spec(self) -> Spec:
         return spec_of(read_sample(self.data.train, "train", 0, DataError))
 
-    def _order(self) -> Any:
+    def _order(self) -> Order:
         train = self.data.train
         if isinstance(train, Mixture):
             return train.order(self.seed)
         return _shuffled(0, len(train), self.seed)
 
 
-def _shuffled(start: int, stop: int, seed: int) -> Any:
+def _shuffled(start: int, stop: int, seed: int) -> Order:
     """Returns these numbers, endlessly, in a new order in each pass."""
     import grain  # imported here: not needed for a `Data` or a dry run
 
@@ -471,7 +477,7 @@ def _shuffled(start: int, stop: int, seed: int) -> Any:
     return grain.MapDataset.range(start, stop).shuffle(seed % _SEEDS).repeat()
 
 
-def read_ahead(batch: Callable[[int], Any], num_batches: int, buffered: int = 2) -> Any:
+def read_ahead(batch: Callable[[int], object], num_batches: int, buffered: int = 2) -> Any:
     """Returns an iterator over `batch(0)`, `batch(1)` and so on, computed in order by a thread, ahead of time."""
     import grain
 

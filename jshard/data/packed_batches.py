@@ -20,23 +20,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jshard._processes import gather_texts
+from jshard._types import Json, PyTree
 from jshard.checkpoint.data_position.sample_order import Description, describe
 from jshard.checkpoint.data_position.state_text import from_text, to_text
 from jshard.data.batches import ENDLESS, GlobalBatches, check_least
-from jshard.data.loader import read_ahead
+from jshard.data.loader import GrainDataset, read_ahead
 from jshard.errors import RunError, ShardingError
 
-Pack = Callable[[Any], Any]
+Pack = Callable[[GrainDataset], GrainDataset]
 """Makes a `grain.IterDataset` of sequences from one of documents."""
 
-Position = tuple[int, Any]
+Position = tuple[int, Json]
 """Number of sequences taken from a lane, and the state of its iterator after them."""
 
 
 class _ReadBatch(NamedTuple):
     """A batch that was read ahead."""
 
-    batch: Any
+    batch: PyTree
     positions: dict[int, Position]  # of its lanes, after it
 
 
@@ -78,7 +79,7 @@ class PackedBatches(GlobalBatches):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: GrainDataset,
         *,
         pack: int | Pack,
         batch_size: int,
@@ -117,7 +118,7 @@ class PackedBatches(GlobalBatches):
 
     # ---- reading
 
-    def _reader(self, num_batches: int) -> Any:
+    def _reader(self, num_batches: int) -> Iterator[Any]:
         first = self.samples
         # What this process has read since counts more than what was restored.
         positions = {**self._restored, **self._moved}
@@ -136,7 +137,7 @@ class PackedBatches(GlobalBatches):
 
         return read_ahead(batch, num_batches, self._read_ahead)
 
-    def _sequences(self, lane: int) -> Any:
+    def _sequences(self, lane: int) -> GrainDataset:
         """Returns the sequences of a lane, from its first document on."""
         import grain
 
@@ -144,7 +145,7 @@ class PackedBatches(GlobalBatches):
         in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # no threads per lane
         return self._pack(documents.to_iter_dataset(in_this_thread))
 
-    def _handed_out(self, read: _ReadBatch) -> Any:
+    def _handed_out(self, read: _ReadBatch) -> PyTree:
         # Only now: batches that are read ahead and never requested do not move the position.
         self._moved.update(read.positions)
         if not self._form:
@@ -153,7 +154,7 @@ class PackedBatches(GlobalBatches):
 
     # ---- the position
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Json]:
         """Merges the lane positions that each process knows for its rows."""
         known_here = {"place": (self.samples, self.lanes), "form": self._form, "moved": self._moved}
         processes = [from_text(text) for text in gather_texts(to_text(known_here))]
@@ -191,7 +192,7 @@ class PackedBatches(GlobalBatches):
         """Returns how many sequences of a lane are among the first `samples` of the run."""
         return max(0, -(-(self.samples - lane) // self.lanes))
 
-    def _move_to(self, state: dict[str, Any]) -> None:
+    def _move_to(self, state: dict[str, Json]) -> None:
         self.samples = state["sequences"]
         self.lanes = state["lanes"]
         self._form = state["looks"]
@@ -203,7 +204,7 @@ class PackedBatches(GlobalBatches):
                 # Of a lane from which nothing was taken, there is no state: it begins with its first document.
                 self._restored[lane] = (num_returned, state["states"][lane])
 
-    def _misfits(self, state: dict[str, Any]) -> Iterator[str]:
+    def _misfits(self, state: dict[str, Json]) -> Iterator[str]:
         misfits = list(super()._misfits(state))
         yield from misfits
         if misfits:
@@ -243,7 +244,7 @@ def _check_same_place(places: Sequence[tuple[int, int]]) -> None:
 class _Lane:
     """One stream of sequences, read from a position on; sequences of other processes are skipped."""
 
-    def __init__(self, number: int, sequences: Any, position: Position | None) -> None:
+    def __init__(self, number: int, sequences: GrainDataset, position: Position | None) -> None:
         self._number = number
         self._iterator = iter(sequences)
         self._num_taken = 0
@@ -255,7 +256,7 @@ class _Lane:
             except Exception as cause:
                 raise self._failed("The saved position of a lane does not fit `pack`.", cause) from cause
 
-    def sequence(self, number: int) -> Any:
+    def sequence(self, number: int) -> PyTree:
         """Returns a sequence by its number in the lane; numbers only grow."""
         sequence = None
         while self._num_taken <= number:
@@ -283,7 +284,7 @@ def _cut_to(length: int) -> Pack:
     """Returns a packer that concatenates documents and cuts them."""
     check_least("pack", length, 1, "it is the length of a sequence.")
 
-    def pack(documents: Any) -> Any:
+    def pack(documents: GrainDataset) -> GrainDataset:
         from grain.experimental import ConcatThenSplitIterDataset
 
         tokens = documents.map(lambda document: {"tokens": document})
@@ -292,7 +293,7 @@ def _cut_to(length: int) -> Pack:
     return pack
 
 
-def _form_of(tree: Any, *, without_dims: int = 0) -> dict[str, str]:
+def _form_of(tree: PyTree, *, without_dims: int = 0) -> dict[str, str]:
     """Returns shape and dtype of each array by its path; the first dims of a batch are left out."""
     form = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

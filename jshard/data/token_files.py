@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class TokenFile:
         # Up to the last id: what follows in the file need not be whole ids.
         return np.memmap(self.path, self.dtype, mode="r", offset=self.header_bytes, shape=(self.stop,))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = dict(vars(self))
         state.pop("_mapped", None)  # a worker maps the file itself
         return state
@@ -158,7 +158,7 @@ def _npy(path: Path, vocab_size: int | None) -> TokenFile:
     return TokenFile(path, dtype, 0, count, header_bytes, vocab_size)
 
 
-def _npy_header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
     """Returns shape and dtype of an array, and leaves the file at its first element."""
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     version = np.lib.format.read_magic(file)
@@ -166,7 +166,7 @@ def _npy_header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def _shown_shape(shape: tuple[Any, ...]) -> str:
+def _shown_shape(shape: tuple[object, ...]) -> str:
     """Returns a shape as text, which is cut short if a header made it very long."""
     is_plausible = len(shape) < _MOST_DIMS and all(type(n) is int and n.bit_length() < 64 for n in shape)
     return str(shape) if is_plausible else shown(list(shape))

@@ -14,6 +14,7 @@ import numpy as np
 
 from jshard._files import read_bytes
 from jshard._paths import expanded
+from jshard._types import Json
 from jshard.data.loader import DataError
 from jshard.errors import UnsafeFileError
 
@@ -155,7 +156,7 @@ def transformers_files(path: Path | None) -> dict[str, str]:
         content = raw.decode()
         end = _end_of_text(tokenizer.get_vocab(with_added_tokens=True))
     # Without the clean-up: Transformers would drop spaces before punctuation when it decodes.
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if end is not None:
         config["eos_token"] = end
     return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import flax.linen as nn
+from flax.nnx.filterlib import Filter
 
 from jshard import _compat
 from jshard._compat import LINEN_CALL, LINEN_REGISTER
@@ -23,10 +24,9 @@ from jshard.linen.layout import Layout
 from jshard.linen.trained import plan_of_training
 from jshard.plans.placement import PlacementPolicy
 from jshard.plans.plan import ShardPlan
-from jshard.plans.units import LogicalOptimizer, Unit
+from jshard.plans.units import LogicalOptimizer, Method, Unit
 
 L = TypeVar("L", bound=nn.Module)
-Method = Callable[..., Any]
 
 
 def annotated(module: L, root: Unit, units: Any, unit: Unit) -> L:
@@ -103,7 +103,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
 
     # `nowrap`: Flax would pass what this class defines through LINEN_CALL, too.
     @nn.nowrap
-    def call_method(self: nn.Module, *args: Any) -> Any:
+    def call_method(self: nn.Module, *args: object) -> object:
         return call_annotated(self, getattr(base, LINEN_CALL), *args)
 
     @nn.nowrap
@@ -111,7 +111,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
         # The class itself cannot be found by name: it is made again from the user's module.
         return _annotated_again, (annotation.plain(self), annotation)
 
-    def plan_for(wrt: Any) -> ShardPlan:
+    def plan_for(wrt: Filter) -> ShardPlan:
         return plan_of_training(annotation.layout, wrt)
 
     body[LINEN_CALL] = call_method
@@ -131,7 +131,7 @@ def _annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
 
 def _annotated_method(method: Method) -> Method:
     @functools.wraps(method)
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, *args: object, **kwargs: object) -> object:
         return call_annotated(self, method, *args, **kwargs)
 
     return run
@@ -142,7 +142,7 @@ def _with_function(apply: Method) -> Method:
 
     @nn.nowrap
     @functools.wraps(apply)
-    def run(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def run(self: nn.Module, *args: object, method: Method | str | None = None, **kwargs: object) -> object:
         function = getattr(method, "__func__", method)
         if callable(function) and not _compat.is_method(function) and inspect.signature(function).parameters:
             # A function without parameters cannot take the module: Flax refuses it, with its own error.
@@ -152,7 +152,7 @@ def _with_function(apply: Method) -> Method:
     return run
 
 
-def _kept_of_class(base: type[nn.Module]) -> dict[str, Any]:
+def _kept_of_class(base: type[nn.Module]) -> dict[str, object]:
     """Returns what a subclass keeps of its base: Flax would make it again."""
     return {
         "__init__": base.__init__,
@@ -171,7 +171,7 @@ def _linking_register(base: type[nn.Module]) -> Callable[..., None]:
     """Returns the method by which a module takes submodules, of fields and of `setup`: it links them to the model."""
 
     @nn.nowrap
-    def register(self: nn.Module, name: str, value: Any) -> None:
+    def register(self: nn.Module, name: str, value: object) -> None:
         getattr(base, LINEN_REGISTER)(self, name, value)
         root = self if annotation_of(self) is not None else vars(self).get(ROOT)
         if root is None or is_inside_model():  # inside the model they are called as they are
@@ -197,7 +197,7 @@ def _linked_class(base: type[nn.Module]) -> type[nn.Module]:
 
 def _linked_method(method: Method) -> Method:
     @functools.wraps(method)
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, *args: object, **kwargs: object) -> object:
         if is_inside_model():
             return method(self, *args, **kwargs)
         return call_annotated(self, method, *args, **kwargs)

@@ -6,7 +6,7 @@ settings and choices; the layout is computed when `init` or `apply` is traced, a
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import flax.linen as nn
 
@@ -144,12 +144,12 @@ def _without_dtypes(leaves: Iterable[tuple[Path, Leaf]]) -> LayoutKey:
     return _key_of((path, dataclasses.replace(leaf, dtype="")) for path, leaf in leaves)
 
 
-def annotation_of(model: Any) -> Annotation | None:
+def annotation_of(model: object) -> Annotation | None:
     """Returns the annotation of a Linen module; None for any other object."""
     return getattr(type(model), "_jshard_linen", None)
 
 
-def annotation_for(model: Any) -> Annotation:
+def annotation_for(model: object) -> Annotation:
     """Returns the annotation of a Linen module, which must have one."""
     annotation = annotation_of(model)
     if annotation is None:

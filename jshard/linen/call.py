@@ -18,6 +18,7 @@ from flax.core.scope import Scope
 from flax.linen.transforms import get_module_scopes, set_module_scopes
 
 from jshard import _compat
+from jshard._types import PyTree, TreeDef
 from jshard.engine import border
 from jshard.engine.context import guard
 from jshard.engine.program import merged, others, picked
@@ -30,15 +31,14 @@ from jshard.plans.memories import fetched
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
 from jshard.plans.plan import Leaf
-from jshard.plans.units import OUTER, LogicalOptimizer, Path, Unit, dotted, inside, role
+from jshard.plans.units import OUTER, LogicalOptimizer, Method, Path, Unit, dotted, inside, role
 
-Method = Callable[..., Any]
-Kwargs = Mapping[str, Any]
+Kwargs = Mapping[str, object]
 Arrays = list[jax.Array]
 KeyCounts = dict[Any, Any]
 """How many keys a scope has made, by stream; and the same of its inner scopes, by an object of Flax with their name."""
 
-Collections = Mapping[str, Any]
+Collections = Mapping[str, PyTree]
 """The variables of a scope, by collection; or its keys, by stream."""
 
 Lifted = tuple[tuple[Collections, ...], ...]
@@ -58,7 +58,7 @@ class FreeFunction:
     def __name__(self) -> str:
         return getattr(self.run, "__name__", type(self.run).__name__)
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, *args: object, **kwargs: object) -> object:
         """Runs it."""
         return self.run(module, *args, **kwargs)
 
@@ -79,7 +79,7 @@ class InterceptedCall:
     function: Method
     args: tuple
     kwargs: Kwargs
-    run_plain: Callable[[], Any]
+    run_plain: Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class _Leaves:
 
     leaves: list[object]
     is_input: list[bool]
-    tree: Any  # a treedef
+    tree: TreeDef
     num_state: int
 
     @classmethod
@@ -169,7 +169,7 @@ class _Leaves:
         """The other leaves."""
         return others(self.is_input, self.leaves)
 
-    def with_inputs(self, inputs: Sequence[jax.Array]) -> tuple[Any, list[object]]:
+    def with_inputs(self, inputs: Sequence[jax.Array]) -> tuple[PyTree, list[object]]:
         """Returns (state, keys, fields) with other inputs, and the leaves of the arguments."""
         leaves = merged(self.is_input, inputs, self.constants)
         num_around = self.tree.num_leaves
@@ -215,7 +215,7 @@ class LinenCall:
         self.path: Path = tuple(call.module.path)[len(prefix) :]
         self.where = f"{type(call.module).__name__}.{call.function.__name__}"
         self.location = f"{dotted(self.path)}: {self.where}" if self.path else self.where
-        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.optimizer: LogicalOptimizer | None = None
         self.result: Result | None = None
         self.written: Sequence[str] = ()
@@ -348,7 +348,7 @@ class LinenCall:
         """Returns all outputs."""
         return list(outs)
 
-    def finish(self, outs: Sequence[jax.Array], result: Result) -> tuple[Any, Lifted]:
+    def finish(self, outs: Sequence[jax.Array], result: Result) -> tuple[object, Lifted]:
         """Returns the result of the method and the changed variables, in the form for Flax's lifting."""
         # In the order of `_take_apart`: of the result, of changed variables, of changed arguments.
         leaves = merged(result.is_array, outs, result.static)
@@ -361,13 +361,13 @@ class LinenCall:
         # The program may have been traced for an equal call: then the method has not run here, and made no keys.
         for scope, counts in zip(self._lifted.scopes, result.counts, strict=True):
             _restore(scope.rng_counters, counts)
-        changed: list[list[tuple[Path, Any]]] = [[] for _ in self._outermost]
+        changed: list[list[tuple[Path, object]]] = [[] for _ in self._outermost]
         for (number, path), value in zip(result.places, values, strict=True):
             changed[number].append((path, value))
         return returned, (tuple(map(nested, changed)),)
 
     def _take_apart(
-        self, returned: Any, changed: Mapping[VariablePlace, Any], live: border.LiveArguments
+        self, returned: object, changed: Mapping[VariablePlace, object], live: border.LiveArguments
     ) -> tuple[Arrays, Arrays]:
         """Returns the arrays in a result, and in changed variables and arguments; the rest is stored in `result`."""
         # First the result, then variables: `finish` reads the leaves in this order.
@@ -413,8 +413,8 @@ def call_lifted(
     *,
     prefix: Path,
     interceptor: Method,
-    run: Callable[[LinenCall], tuple[Any, Lifted]],
-) -> Any:
+    run: Callable[[LinenCall], tuple[object, Lifted]],
+) -> object:
     """Calls a method of a bound module outside its scopes.
 
     Args:
@@ -425,7 +425,7 @@ def call_lifted(
     """
     scopes, args, kwargs = get_module_scopes(call.module, call.args, dict(call.kwargs))
 
-    def run_split(make: Callable, repack: Callable, variables: Lifted, keys: Lifted) -> tuple[Any, Lifted]:
+    def run_split(make: Callable, repack: Callable, variables: Lifted, keys: Lifted) -> tuple[object, Lifted]:
         lifted = LiftedScopes(scopes, make, repack, variables, keys)
         return run(LinenCall(call, args, kwargs, lifted, prefix, interceptor))
 
@@ -436,14 +436,14 @@ def call_lifted(
 # Fields of modules.
 
 
-def _fields(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _fields(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yields the fields that the user has set."""
     for field in dataclasses.fields(module):
         if field.init and field.name not in ("parent", "name"):
             yield field.name, getattr(module, field.name)
 
 
-def _array_fields(module: nn.Module) -> dict[str, Any]:
+def _array_fields(module: nn.Module) -> dict[str, object]:
     """Returns the fields with arrays in them: they are inputs of the program, which would keep them as constants."""
     fields = {}
     for name, value in _fields(module):
@@ -468,7 +468,7 @@ def _without_params(variables: Collections) -> Collections:
     return {name: tree for name, tree in variables.items() if name != PARAMS}
 
 
-def _variables(groups: Sequence[Collections]) -> Iterator[tuple[VariablePlace, Any]]:
+def _variables(groups: Sequence[Collections]) -> Iterator[tuple[VariablePlace, object]]:
     """Yields the variables of the outermost scopes with their places."""
     for number, group in enumerate(groups):
         for path, leaf in flat(group):

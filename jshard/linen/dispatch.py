@@ -15,7 +15,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TypeVar
 
 import flax.linen as nn
 import jax
@@ -36,7 +36,9 @@ from jshard.linen.survey import Survey
 from jshard.plans import call_checks, checks, replication
 from jshard.plans.array_paths import key_texts
 from jshard.plans.mesh import is_concrete
-from jshard.plans.units import Path, Unit, dotted
+from jshard.plans.units import Method, Path, Unit, dotted
+
+R = TypeVar("R")
 
 ROOT = "_jshard_root"
 """An attribute of a submodule that was reached from outside: the bound annotated model."""
@@ -88,7 +90,7 @@ def is_inside_model() -> bool:
 # Ways into an annotated model.
 
 
-def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_annotated(module: nn.Module, method: Method, *args: object, **kwargs: object) -> object:
     """Runs a method of an annotated module with the interceptor in place.
 
     Flax does not intercept calls of methods created by its transformations, only those of the methods inside.
@@ -100,7 +102,7 @@ def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **
         return _intercept(plain, args, kwargs, nn.module.InterceptorContext(module, method.__name__, plain))
 
 
-def call_function(function: FreeFunction, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_function(function: FreeFunction, module: nn.Module, *args: object, **kwargs: object) -> object:
     """Runs a function of a bound, annotated module as one call, like a method of its class."""
     annotation = annotation_of(module)
     # As in `_run_from_outside`, where Flax does not bring a function that is no method.
@@ -118,7 +120,7 @@ def call_function(function: FreeFunction, module: nn.Module, *args: Any, **kwarg
             return call.run_plain()
 
 
-def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
+def initialise(module: nn.Module, run: Callable[[], R]) -> R:
     """Runs everything that creates a bound, annotated module's variables; a single method call creates only some."""
     with _interception():
         return _initialise(annotation_for(module), module, run)
@@ -147,7 +149,9 @@ def _context(surroundings: _Running | Survey) -> Iterator[None]:
 # Which way a call takes.
 
 
-def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context: nn.module.InterceptorContext) -> Any:
+def _intercept(
+    plain: Callable, args: tuple, kwargs: Mapping[str, object], context: nn.module.InterceptorContext
+) -> object:
     """Runs one method call of any module in or around an annotated one."""
     module = context.module
     surroundings = _surroundings.get()
@@ -178,7 +182,7 @@ def _is_call(module: nn.Module, name: str) -> bool:
     return not name.startswith("_") and hasattr(type(module), name) and not hasattr(nn.Module, name)
 
 
-def _run_from_outside(call: InterceptedCall) -> Any:
+def _run_from_outside(call: InterceptedCall) -> object:
     annotation = annotation_of(call.module)
     if annotation is None:
         return _run_linked(call)
@@ -191,7 +195,7 @@ def _run_from_outside(call: InterceptedCall) -> Any:
     return _run_beside(_in_global_view(annotation, call.module), call)
 
 
-def _run_inside(running: _Running, call: InterceptedCall) -> Any:
+def _run_inside(running: _Running, call: InterceptedCall) -> object:
     _refuse_other(running, call.module)
     if running.is_global_view:
         return _run_beside(running, call)
@@ -234,11 +238,11 @@ def _is_unit(running: _Running, module: nn.Module) -> bool:
 # Calls that the engine runs.
 
 
-def _open_region(annotation: Annotation, call: InterceptedCall) -> Any:
+def _open_region(annotation: Annotation, call: InterceptedCall) -> object:
     """Runs the outermost call into a model as the region."""
     prefix = tuple(call.module.path)
 
-    def run(linen_call: LinenCall) -> tuple[Any, Lifted]:
+    def run(linen_call: LinenCall) -> tuple[object, Lifted]:
         linen_call.optimizer = annotation.root.optimizer
         layout = annotation.layout_of(linen_call.leaves, lambda: _surveyed(annotation, linen_call))
         unit = linen_call.place(layout)
@@ -249,22 +253,22 @@ def _open_region(annotation: Annotation, call: InterceptedCall) -> Any:
     return call_lifted(call, prefix=prefix, interceptor=_intercept, run=run)
 
 
-def _call_unit(running: _Running, call: InterceptedCall) -> Any:
-    def run(linen_call: LinenCall) -> tuple[Any, Lifted]:
+def _call_unit(running: _Running, call: InterceptedCall) -> object:
+    def run(linen_call: LinenCall) -> tuple[object, Lifted]:
         unit = linen_call.place(running.layout)
         return _run_by_engine(linen_call, unit, dataclasses.replace(running, unit=linen_call.path))
 
     return call_lifted(call, prefix=running.prefix, interceptor=_intercept, run=run)
 
 
-def _run_beside(running: _Running, call: InterceptedCall) -> Any:
+def _run_beside(running: _Running, call: InterceptedCall) -> object:
     """Runs a call in global view: around units that are never gathered, of such a unit, or beside them, as a region."""
     # A table is further inside: its calls, and those beside it, come here one by one.
     if running.path(call.module) in running.layout.global_view_paths:
         with _context(running):
             return call.run_plain()
 
-    def run(linen_call: LinenCall) -> tuple[Any, Lifted]:
+    def run(linen_call: LinenCall) -> tuple[object, Lifted]:
         linen_call.optimizer = running.layout.root.optimizer
         unit = linen_call.place(running.layout)
         linen_call.store()
@@ -281,7 +285,7 @@ def _in_global_view(annotation: Annotation, module: nn.Module) -> _Running:
     return _Running(annotation, layout, tuple(module.path), is_global_view=True)
 
 
-def _run_linked(call: InterceptedCall) -> Any:
+def _run_linked(call: InterceptedCall) -> object:
     """Runs a call from outside of a module that may belong to a bound, annotated model, as a region of its own."""
     root = vars(call.module).get(ROOT)
     if root is None or call.module.is_initializing():
@@ -308,7 +312,7 @@ def _warn_of_unknown(kind: str, path: str) -> None:
     )
 
 
-def _run_by_engine(linen_call: LinenCall, unit: Unit, running: _Running) -> tuple[Any, Lifted]:
+def _run_by_engine(linen_call: LinenCall, unit: Unit, running: _Running) -> tuple[object, Lifted]:
     call_checks.check_has_arrays(linen_call.where, linen_call.params)
     # When the engine runs the method, calls in it must find this model, and the unit that runs: see `_is_unit`.
     linen_call.context = lambda: _context(running)
@@ -318,10 +322,10 @@ def _run_by_engine(linen_call: LinenCall, unit: Unit, running: _Running) -> tupl
 # Calls that plain Flax runs.
 
 
-def _run_as_written(annotation: Annotation, call: InterceptedCall) -> Any:
+def _run_as_written(annotation: Annotation, call: InterceptedCall) -> object:
     """Runs a call in global view; on a copy if parameters are stored in another form than the model reads."""
 
-    def run(linen_call: LinenCall) -> tuple[Any, Lifted]:
+    def run(linen_call: LinenCall) -> tuple[object, Lifted]:
         linen_call.optimizer = annotation.root.optimizer
         # Gradients of padded parameters are guarded here, as no region does it.
         params = linen_call.logical(linen_call.guarded(linen_call.params))
@@ -363,7 +367,7 @@ def _surveyed(annotation: Annotation, linen_call: LinenCall) -> Survey:
 # Initialisation.
 
 
-def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any]) -> Any:
+def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], R]) -> R:
     """Lets the model create its variables, makes the plan, and places the parameters."""
     kind = annotation.base.__name__
     survey = Survey(annotation.choices, tuple(module.path))
@@ -401,7 +405,7 @@ def _place(module: nn.Module, layout: Layout) -> None:
     if not is_concrete(mesh):
         return
 
-    def placed(path: tuple, x: Any) -> Any:
+    def placed(path: tuple, x: jax.Array) -> jax.Array:
         leaf = layout.leaves.get(key_texts(path))
         if leaf is None or leaf.placement.padding:  # a random key has no place
             return x

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+
+from jax.typing import DTypeLike
 
 from jshard import _compat
 from jshard.errors import AnnotationError
@@ -56,7 +57,7 @@ class Layout:
         # Each record has a view of the plan: a new plan needs new views.
         return Layout(with_views(dataclasses.replace(self.plan, leaves=leaves), self.records))
 
-    def placement_of(self, keys: Keys, dtype: Any) -> Placement | None:
+    def placement_of(self, keys: Keys, dtype: DTypeLike) -> Placement | None:
         """Returns the placement of the parameter that a path in a tree ends in, stored in a dtype; None for others."""
         leaf = self.leaves.get(self.places.tail(keys) or ())
         if leaf is None:

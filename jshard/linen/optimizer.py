@@ -1,14 +1,16 @@
 """Optimizer state of a Linen model that follows the plan: sharded, padded, or in host memory like its parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.context import during
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import Annotation, annotation_for
@@ -24,7 +26,7 @@ Updated = tuple[optax.Updates, optax.OptState]
 
 
 def linen_optimizer(
-    model: nn.Module, tx: optax.GradientTransformation, *, wrt: Any, shard_replicated: bool
+    model: nn.Module, tx: optax.GradientTransformation, *, wrt: Filter, shard_replicated: bool
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation for the `TrainState` of an annotated Linen model; see `js.shard_optimizer`.
 
@@ -47,7 +49,7 @@ def linen_optimizer(
 class _LinenOptimizer:
     """A transformation that sees logical arrays on the device, while state and gradients are stored as planned."""
 
-    def __init__(self, annotation: Annotation, tx: optax.GradientTransformation, wrt: Any) -> None:
+    def __init__(self, annotation: Annotation, tx: optax.GradientTransformation, wrt: Filter) -> None:
         self._annotation = annotation
         self._wrt = wrt
         self._trains_all = wrt is nnx.Param
@@ -67,13 +69,13 @@ class _LinenOptimizer:
         # Constraints are on arrays on the device (see `held`), so the copies to the host come after them.
         state = self._hold(state)
 
-        def in_its_memory(path: tuple, x: Any) -> Any:
+        def in_its_memory(path: tuple, x: jax.Array) -> jax.Array:
             return to_host(x) if places.on_host(key_texts(path), x.shape) else x
 
         return jax.tree.map_with_path(in_its_memory, state)
 
     def update(
-        self, grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+        self, grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
     ) -> Updated:
         """Returns updates and the next state, each placed like the array that it replaces."""
         logical_extra = unboxed(to_device(extra))
@@ -99,14 +101,14 @@ class _LinenOptimizer:
         """Returns what is trained, by the latest layout: `init` may be called after the optimizer is made."""
         return Trained(self._annotation.layout, self._wrt)
 
-    def _hold(self, tree: Any) -> Any:
+    def _hold(self, tree: PyTree) -> PyTree:
         """Constrains arrays as planned: the compiler would choose again, for each of them."""
         return self._annotation.layout.places.held(tree, self._annotation.root.mesh, as_given=True)
 
 
 def _streamed_update(
     update_on_device: Callable[..., Updated],
-    hold: Callable[[Any], Any],
+    hold: Callable[[PyTree], PyTree],
     places: StatePlaces,
     grads: optax.Updates,
     state: optax.OptState,
@@ -148,7 +150,7 @@ def _streamed_update(
     updates, state = jax.tree.unflatten(jax.tree.structure((grads, state)), results[:num_updated])
     sums = dict(zip(host_params, results[num_updated:], strict=True))
 
-    def with_sum(path: tuple, x: Any) -> Any:
+    def with_sum(path: tuple, x: jax.Array) -> jax.Array | HostUpdate:
         keys = key_texts(path)
         if keys not in sums:
             return x
@@ -179,7 +181,7 @@ class HostUpdate:
 
     __array_ufunc__ = None  # so an array of numpy leaves the sum to `__radd__`
 
-    def __init__(self, value: Any, parameter_and_sum: tuple[jax.Array, jax.Array] | None = None) -> None:
+    def __init__(self, value: jax.Array, parameter_and_sum: tuple[jax.Array, jax.Array] | None = None) -> None:
         self.value = value
         self._parameter_and_sum = parameter_and_sum
 
@@ -192,12 +194,12 @@ class HostUpdate:
         return placed_like((fetched(parameter) + self.value).astype(parameter.dtype), parameter)
 
 
-def _flatten(update: HostUpdate) -> tuple[tuple[tuple[Any, Any]], None]:
+def _flatten(update: HostUpdate) -> tuple[tuple[tuple[object, jax.Array]], None]:
     # Without the sum: a tree map makes another update, of which it would not be the sum.
     return ((jax.tree_util.GetAttrKey("value"), update.value),), None
 
 
-def _unflatten(_: None, children: Any) -> HostUpdate:
+def _unflatten(_: None, children: Iterable[PyTree]) -> HostUpdate:
     return HostUpdate(*children)
 
 

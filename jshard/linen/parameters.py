@@ -10,6 +10,7 @@ from flax import traverse_util
 from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
 
+from jshard._types import PyTree
 from jshard.errors import AnnotationError
 from jshard.linen.boxes import padding_in
 from jshard.plans.array_paths import key_texts
@@ -20,17 +21,17 @@ PARAMS = "params"
 """The collection of the parameters."""
 
 
-def flat(tree: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
+def flat(tree: Mapping[str, PyTree]) -> Iterable[tuple[Path, object]]:
     """Returns the variables in a collection, by path."""
     return traverse_util.flatten_dict(tree).items()
 
 
-def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+def nested(leaves: Iterable[tuple[Path, object]]) -> dict[str, object]:
     """Returns the collection that has these variables."""
     return traverse_util.unflatten_dict(dict(leaves))
 
 
-def flat_params(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+def flat_params(tree: Mapping[str, PyTree]) -> list[tuple[Path, object]]:
     """Returns the arrays of the parameters in a collection, in their boxes, by path.
 
     A parameter may be a tuple or another pytree, as of a weight and its scale: its arrays are stored one by one.
@@ -38,19 +39,19 @@ def flat_params(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
     return [(key_texts(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_box)]
 
 
-def placeable(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+def placeable(variables: Mapping[str, PyTree]) -> Iterator[tuple[Path, object]]:
     """Yields the parameters among variables, in their boxes, by path, without random keys, which no plan places."""
     for path, leaf in flat_params(variables.get(PARAMS, {})):
         if not is_key(raw_of(leaf)):
             yield path, leaf
 
 
-def is_box(x: Any) -> bool:
+def is_box(x: object) -> bool:
     """Returns whether a value is a box of Flax around an array."""
     return isinstance(x, meta.AxisMetadata)
 
 
-def raw_of(leaf: Any) -> Any:
+def raw_of(leaf: object) -> Any:
     """Returns the array in a box; a leaf without one is its own value."""
     if not is_box(leaf):
         return leaf
@@ -59,17 +60,17 @@ def raw_of(leaf: Any) -> Any:
     return raw
 
 
-def as_arrays(raw: Any) -> Any:
+def as_arrays(raw: PyTree) -> PyTree:
     """Returns the value of a variable, with arrays for numbers."""
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), raw)
 
 
-def described_leaves(variables: Mapping[str, Any]) -> dict[Path, Leaf]:
+def described_leaves(variables: Mapping[str, PyTree]) -> dict[Path, Leaf]:
     """Returns the descriptions of the parameters among variables, by path."""
     return {path: described(leaf, path) for path, leaf in placeable(variables)}
 
 
-def described(leaf: Any, path: Path) -> Leaf:
+def described(leaf: object, path: Path) -> Leaf:
     """Returns the description of a parameter for a layout.
 
     Raises:
@@ -94,7 +95,7 @@ def described(leaf: Any, path: Path) -> Leaf:
     return Leaf(shape, jnp.dtype(raw.dtype).name, _spec_of(leaf))
 
 
-def _spec_of(leaf: Any) -> tuple[Any, ...]:
+def _spec_of(leaf: object) -> tuple[Any, ...]:
     """Returns what a box of the user's says of the dims of its array: an axis of the mesh, or a name, for each."""
     if isinstance(leaf, nn.LogicallyPartitioned):
         # As Flax resolves them: rules of the box first, then those of the context.

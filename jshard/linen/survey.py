@@ -6,10 +6,10 @@ shapes alone for a call with parameters that no `init` was traced for.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 from flax.linen.transforms import get_module_scopes
+from flax.nnx.filterlib import Filter
 
 from jshard.linen.choices import ChosenUnits, first_match
 from jshard.linen.parameters import described, placeable
@@ -59,7 +59,7 @@ class Survey:
     kinds: dict[str, str] = dataclasses.field(default_factory=dict)
     called: set[Path] = dataclasses.field(default_factory=set)
 
-    def record_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def record_call(self, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         """Records a call that has just run.
 
         Inner calls of the same module, in a loop or a checkpoint, came before. So the first shapes are those of the
@@ -85,7 +85,7 @@ class Survey:
             if inside(path, scope_path) is None:
                 unit.borrowed.add(scope_path)
 
-    def check(self, kind: str, leaves: Mapping[Path, Leaf], ignored: Any) -> None:
+    def check(self, kind: str, leaves: Mapping[Path, Leaf], ignored: Filter) -> None:
         """Raises for a choice of units, or a pattern of ignored parameters, that matches nothing in the model.
 
         Args:

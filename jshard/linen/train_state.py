@@ -1,7 +1,6 @@
 """The state of a Linen model: its loss as a function of trees of arrays, and arrays initialised in place."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.accumulate import Loss
 from jshard.engine.created import created
 from jshard.errors import AnnotationError
@@ -25,10 +25,10 @@ from jshard.plans.state_places import StatePlaces
 # The loss of a Linen model.
 
 
-def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has_aux: bool) -> Loss:
+def linen_loss(loss_fn: Callable, trained: PyTree, frozen: PyTree, layout: Layout, has_aux: bool) -> Loss:
     """Returns the loss of trained and frozen parameters, two parts of one tree."""
 
-    def run(params: Any, frozen: Any, state: Any, microbatch: Any) -> tuple[Any, tuple[Any, Any]]:
+    def run(params: PyTree, frozen: PyTree, state: PyTree, microbatch: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
         aux = None
         value = loss_fn(joined(params, frozen), *microbatch)
         if has_aux:
@@ -40,7 +40,7 @@ def linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has
     return Loss(run, trained, frozen, (), placements, layout.root, layout.root.kind)
 
 
-def _placements(tree: Any, layout: Layout) -> list[Placement | None]:
+def _placements(tree: PyTree, layout: Layout) -> list[Placement | None]:
     """Returns the placement of each array in a tree; None for one that is not stored as planned."""
     placements = []
     for path, x in jax.tree.leaves_with_path(tree):
@@ -55,7 +55,7 @@ def _placements(tree: Any, layout: Layout) -> list[Placement | None]:
 # Deferred initialisation of a Linen model: the result of `build`, such as a TrainState, with arrays created in place.
 
 
-def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
+def linen_shapes(build: Callable[[], PyTree], model: nn.Module) -> PyTree:
     """Returns the result of `build()` with shapes in place of arrays, and shardings if the mesh has devices.
 
     An array at the path of a parameter, with its shape, is sharded and padded like it. Host memory holds the parameters
@@ -75,7 +75,7 @@ def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
     # `init` creates parameters on the device; the plan says which are moved.
     host_params = {paths[0] for paths in offloaded if places.on_host_itself(paths[0])}
 
-    def placed_shape(path: tuple, x: Any, is_on_host: bool) -> jax.ShapeDtypeStruct:
+    def placed_shape(path: tuple, x: jax.ShapeDtypeStruct, is_on_host: bool) -> jax.ShapeDtypeStruct:
         keys = key_texts(path)
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         # Keys have no bytes to split, and each device needs them.
@@ -88,7 +88,7 @@ def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
     return jax.tree.map_with_path(placed_shape, stored, jax.tree.unflatten(jax.tree.structure(stored), is_on_host))
 
 
-def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
+def linen_arrays(build: Callable[[], PyTree], model: nn.Module, mesh: Mesh) -> PyTree:
     """Returns the result of `build()`, created by one compiled program."""
     # First: this trace of `build` calls `init`, by which the layout below is known.
     leaves, tree = jax.tree.flatten(linen_shapes(build, model))
@@ -103,7 +103,7 @@ def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
     return jax.tree.unflatten(tree, arrays)
 
 
-def _offloaded(shapes: Any, places: StatePlaces) -> list[list[Keys]]:
+def _offloaded(shapes: PyTree, places: StatePlaces) -> list[list[Keys]]:
     """Returns the paths of the arrays that belong to each offloaded parameter; its own path, the shortest, is first."""
     paths_by_parameter: dict[Keys | None, list[Keys]] = {}
     for path, x in jax.tree.leaves_with_path(shapes):

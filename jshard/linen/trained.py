@@ -1,18 +1,22 @@
 """Which parameters of a Linen model are trained, in any tree of them: parameters, gradients, updates."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
+from jshard._types import PyTree
 from jshard.errors import AnnotationError
 from jshard.linen.layout import Layout
 from jshard.plans.array_paths import key_texts, tail_in
 from jshard.plans.checks import check_patterns_used
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import Path, as_filter, dotted
+
+A = TypeVar("A")
 
 
 class Frozen(optax.MaskedNode):
@@ -21,7 +25,7 @@ class Frozen(optax.MaskedNode):
     __slots__ = ()
     __array_ufunc__ = None  # so a numpy array also leaves the sum to it
 
-    def __radd__(self, parameter: Any) -> Any:
+    def __radd__(self, parameter: A) -> A:
         return parameter
 
 
@@ -32,7 +36,7 @@ class Trained:
         parameters: for each parameter, by path, whether it is trained.
     """
 
-    def __init__(self, layout: Layout, wrt: Any) -> None:
+    def __init__(self, layout: Layout, wrt: Filter) -> None:
         chosen = as_filter(wrt)
         self._predicate = nnx.filterlib.to_predicate(chosen)
         self.parameters: dict[Path, bool] = {}
@@ -46,7 +50,7 @@ class Trained:
         if not any(self.parameters.values()):
             raise _none_trained(layout, wrt, names)
 
-    def mask(self, tree: Any) -> Any:
+    def mask(self, tree: PyTree) -> PyTree:
         """Returns whether each array in a tree belongs to a trained parameter.
 
         Arrays that belong to no parameter, as in the state of an optimizer, are chosen by their own path.
@@ -65,7 +69,7 @@ class Trained:
 
         return jax.tree.map_with_path(is_trained, tree, is_leaf=_is_masked)
 
-    def split(self, tree: Any) -> tuple[Any, Any]:
+    def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
         """Returns a tree as two: the trained parameters, and the frozen ones."""
         mask = self.mask(tree)
         # Placeholders keep the structure, so that `joined` can map over both parts.
@@ -73,17 +77,17 @@ class Trained:
         frozen = jax.tree.map(lambda is_trained, x: Frozen() if is_trained else x, mask, tree)
         return trained, frozen
 
-    def _is_chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> bool:
+    def _is_chosen(self, path: Path, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> bool:
         """Applies the filter, which was written for variables of NNX, to a parameter of Linen."""
         # Without an array: the filter may look at the path, the class and the shape.
         return bool(self._predicate(path, nnx.Param(jax.ShapeDtypeStruct(shape, dtype))))
 
 
-def _is_masked(x: Any) -> bool:
+def _is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _none_trained(layout: Layout, wrt: Any, names: set[str]) -> AnnotationError:
+def _none_trained(layout: Layout, wrt: Filter, names: set[str]) -> AnnotationError:
     more = ", ..." if len(names) > 4 else ""
     return AnnotationError(
         "wrt selects no parameter of the Linen model.",
@@ -93,16 +97,16 @@ def _none_trained(layout: Layout, wrt: Any, names: set[str]) -> AnnotationError:
     )
 
 
-def joined(trained: Any, frozen: Any) -> Any:
+def joined(trained: PyTree, frozen: PyTree) -> PyTree:
     """Returns the tree of which `Trained.split` made these parts."""
 
-    def is_frozen(x: Any) -> bool:
+    def is_frozen(x: object) -> bool:
         return isinstance(x, Frozen)
 
     return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
 
 
-def plan_of_training(layout: Layout, wrt: Any) -> ShardPlan:
+def plan_of_training(layout: Layout, wrt: Filter) -> ShardPlan:
     """Returns the plan of a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
     trained = Trained(layout, wrt).parameters
     leaves = tuple(dataclasses.replace(leaf, trained=trained[leaf.keys[0]]) for leaf in layout.plan.leaves)

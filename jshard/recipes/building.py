@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import checkpoint
+from jshard._types import PyTree
 from jshard.api.init import abstract_init, shard_init
 from jshard.api.loss_scale import LossScale
 from jshard.api.optimizer import abstract_optimizer, shard_optimizer
@@ -38,8 +39,11 @@ from jshard.plans.plan import plan
 from jshard.plans.units import dotted
 from jshard.recipes.hf_config import unchecked_names
 from jshard.recipes.linen_model import Initialising, LinenModel
-from jshard.recipes.model_file import ModelFile, ModelFileError, check_is_text, next_token_loss
+from jshard.recipes.model_file import LossFn, ModelFile, ModelFileError, check_is_text, next_token_loss
 from jshard.recipes.recipe import Recipe
+
+Placer = Callable[..., Any]
+"""`shard_init` or `abstract_init`, which differ in what they return."""
 
 
 class _IsLinen(Exception):
@@ -56,7 +60,9 @@ def new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
     return _made(model_file, recipe, mesh, functools.partial(shard_init, mesh=mesh))
 
 
-def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None = None) -> dict[str, Any]:
+def batch_of(
+    model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns an abstract batch of a recipe; for text, the shapes are known without reading it."""
     if model_file.data is not None:
         batch = batch_like(model_file.data(recipe), rows, mesh)
@@ -76,12 +82,12 @@ def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[st
     return batch
 
 
-def _abstract_rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+def _abstract_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
     sharding = None if mesh is None else batch_sharding(mesh, shape)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
+def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Placer) -> nnx.Module:
     """Builds and annotates a model.
 
     Args:
@@ -111,7 +117,7 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[
     return model
 
 
-def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
+def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Placer) -> nnx.Module:
     module = _annotated_linen(model_file, recipe, mesh)
     # One microbatch: what a call of the model in a step receives.
     rows = recipe.batch_size // recipe.accumulate
@@ -134,16 +140,16 @@ def _check_trained(model_file: ModelFile, model: nnx.Module) -> None:
 
 
 def _initialised_linen(
-    module: nn.Module, loss_fn: Callable[..., Any], batch: Mapping[str, Any], seed: int, place: Callable[..., Any]
+    module: nn.Module, loss_fn: LossFn, batch: Mapping[str, jax.ShapeDtypeStruct], seed: int, place: Placer
 ) -> LinenModel:
     """Returns the model, initialised by its loss, which calls it with what it needs from a batch."""
 
-    def create() -> tuple[dict[str, Any], Any]:
+    def create() -> tuple[dict[str, PyTree], nnx.State]:
         # Only shapes matter: parameters are created from keys and shapes.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
         requested: set[str] = set()  # the loss reads these collections: they are results, not state
 
-        def run_loss(bound: nn.Module, batch: Any) -> None:
+        def run_loss(bound: nn.Module, batch: object) -> None:
             initialise(bound, lambda: loss_fn(Initialising(bound, requested), batch))
 
         # By the loss: only it knows which entries of a batch the model receives, and by which methods.
@@ -163,10 +169,10 @@ def _initialised_linen(
     return LinenModel(module, collections, rngs)
 
 
-def _is_sown(collection: Any) -> bool:
+def _is_sown(collection: PyTree) -> bool:
     """Returns whether a collection holds tuples of values from `sow`; if kept, it would grow with every step."""
 
-    def is_tuple(x: Any) -> bool:
+    def is_tuple(x: object) -> bool:
         return isinstance(x, tuple) and not hasattr(x, "_fields")  # a named tuple is a value of the user's
 
     return any(map(is_tuple, jax.tree.leaves(collection, is_leaf=is_tuple)))
@@ -189,7 +195,7 @@ def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nn
 # The state of a run.
 
 
-def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer]:
     """Returns the model of a recipe and its optimizer, with every leaf initialised sharded."""
     model = new_model(model_file, recipe, mesh)
     return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
@@ -212,7 +218,7 @@ def _computes_in_float16(model: nnx.Module) -> bool:
 
 def restore(
     model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: checkpoint.Checkpointer, step: int | None = None
-) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
+) -> tuple[nnx.Module, nnx.Optimizer, int]:
     """Returns the state of a checkpoint (in memory only once): model, optimizer, and the number of completed steps.
 
     Raises:
@@ -223,7 +229,7 @@ def restore(
     return state["model"], state["optimizer"], int(state["step"])
 
 
-def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
+def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[str, object]:
     """Returns the abstract state in a checkpoint of a run."""
     model = abstract_model(model_file, recipe, mesh)
     # In the placement of this mesh, which may be another than that of the run that saved.
@@ -233,7 +239,7 @@ def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[st
 
 def create_from(
     model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path, *, extra: Extra = "error"
-) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+) -> tuple[nnx.Module, nnx.Optimizer]:
     """Returns a new model with the parameters of a checkpoint, and a new optimizer for it.
 
     If the model file freezes parameters, such as the base of adapters, those that the checkpoint lacks keep their
@@ -265,7 +271,7 @@ def create_from(
 def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path, *, extra: Extra = "error") -> None:
     """Raises what `create_from` would raise for a source that does not fit, before any array exists."""
     source, names = _source(model_file, recipe, path)
-    like: Any = abstract_model(model_file, recipe, mesh)
+    like: PyTree = abstract_model(model_file, recipe, mesh)
     if model_file.wrt is not nnx.Param:  # adapters may be missing, frozen parameters may not
         like = nnx.state(like, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
         extra = "ignore"  # `create_from` knows what the adapters take

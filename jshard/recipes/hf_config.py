@@ -16,10 +16,11 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jshard import _compat
 from jshard._files import read_json
+from jshard._types import Json
 from jshard.checkpoint.formats import CheckedNames, Stored
 from jshard.errors import FourPartError, ShardingError
 from jshard.recipes.hf_families import ANY_FAMILY, FAMILIES, HARMLESS, OFF, Family
@@ -50,7 +51,7 @@ class Row:
     """
 
     name: str
-    value: Any
+    value: Json
     field: str = ""
     problem: str = ""
 
@@ -76,7 +77,7 @@ class Reading:
     """
 
     family: Family | None
-    values: Mapping[ConfigKey, Any]
+    values: Mapping[ConfigKey, Json]
     rows: tuple[Row, ...]
 
     @property
@@ -85,9 +86,9 @@ class Reading:
         return [row for row in self.rows if row.problem]
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Json]:
         """The fields of the recipe's model."""
-        result: dict[str, Any] = {}
+        result: dict[str, Json] = {}
         for key, value in self.values.items():
             result |= key.fields(value)
         if self.family is None:
@@ -121,9 +122,9 @@ def read(config: Config, types: Sequence[str]) -> Reading:
 _UNKNOWN = "is not known here, and may change what the model computes"
 
 
-def _values(family: Family, config: Config) -> tuple[dict[ConfigKey, Any], dict[str, str]]:
+def _values(family: Family, config: Config) -> tuple[dict[ConfigKey, Json], dict[str, str]]:
     """Returns the values of a family's keys, and the problems of those that have none, by name."""
-    values: dict[ConfigKey, Any] = {}
+    values: dict[ConfigKey, Json] = {}
     problems: dict[str, str] = {}
     for key in family.keys:
         try:
@@ -146,7 +147,7 @@ def _rule_problems(rules: Mapping[str, Fixed], config: Config) -> dict[str, str]
     return problems
 
 
-def _other_type(model_type: Any, types: Sequence[str]) -> Row:
+def _other_type(model_type: Json, types: Sequence[str]) -> Row:
     if model_type is None:
         problem = "is missing: it says which model the weights are of"
     else:
@@ -193,7 +194,7 @@ def _unreadable(file: Path, why: str) -> HFConfigError:
 # ---- A recipe and a file.
 
 
-def check(path: Path, model: Any, types: Sequence[str]) -> None:
+def check(path: Path, model: object, types: Sequence[str]) -> None:
     """Compares a recipe's model with the config.json of a folder with weights, if there is one.
 
     Args:
@@ -220,7 +221,7 @@ def check(path: Path, model: Any, types: Sequence[str]) -> None:
     )
 
 
-def settings_of(path: Path, types: Sequence[str]) -> dict[str, Any]:
+def settings_of(path: Path, types: Sequence[str]) -> dict[str, Json]:
     """Returns the fields of the recipe's model that a config.json sets, by dotted name; empty without such a file.
 
     Raises:
@@ -237,7 +238,7 @@ def filled(model: M, path: str | Path, types: Sequence[str] = tuple(FAMILIES)) -
         >>> config = filled(LlamaConfig(), "llama3/")
     """
     names = {field.name for field in dataclasses.fields(model)}  # pyright: ignore[reportArgumentType]
-    changes: dict[str, Any] = {}
+    changes: dict[str, Json] = {}
     for name, value in settings_of(Path(path), types).items():
         outer, _, inner = name.partition(".")
         if outer not in names:
@@ -295,7 +296,7 @@ def _check_adapters(path: Path) -> None:
     )
 
 
-def _differences(reading: Reading, model: Any) -> Iterator[str]:
+def _differences(reading: Reading, model: object) -> Iterator[str]:
     """Yields a line for each setting of a recipe's model that differs from the file."""
     assert reading.family is not None
     for key, value in reading.values.items():
@@ -312,7 +313,7 @@ def _differences(reading: Reading, model: Any) -> Iterator[str]:
             yield f"model_type: {kind} has {field}={_short(value)}, and the recipe {_short(computed)} (model.{field})"
 
 
-def config_json(model: Any, types: Sequence[str]) -> dict[str, Any]:
+def config_json(model: object, types: Sequence[str]) -> dict[str, Json]:
     """Returns the contents of a config.json for a recipe's model: of the first of the types that can be that model.
 
     Raises:
@@ -326,7 +327,7 @@ def config_json(model: Any, types: Sequence[str]) -> dict[str, Any]:
     raise ValueError(f"none of {', '.join(types)} has together {options}")
 
 
-def _config_of(family: Family, model: Any) -> dict[str, Any] | None:
+def _config_of(family: Family, model: object) -> dict[str, Json] | None:
     """Returns the contents of a config.json of a family; None if it cannot describe the recipe's model."""
     values = {key: key.computed(model) for key in family.keys}
     for field, value in family.implied.items():
@@ -334,7 +335,7 @@ def _config_of(family: Family, model: Any) -> dict[str, Any] | None:
             return None
     if not all(key.can_be(value) for key, value in values.items()):
         return None
-    result: dict[str, Any] = {"architectures": [family.architectures[0]], "model_type": family.model_type}
+    result: dict[str, Json] = {"architectures": [family.architectures[0]], "model_type": family.model_type}
     for key, value in values.items():
         result |= key.written(value)
     for rule in family.fixed:
@@ -344,7 +345,7 @@ def _config_of(family: Family, model: Any) -> dict[str, Any] | None:
     return result | {"bos_token_id": None, "eos_token_id": None}  # the tokenizer knows them
 
 
-def checked_names(names: Mapping[str, str | Stored], model: Any, types: Sequence[str]) -> CheckedNames:
+def checked_names(names: Mapping[str, str | Stored], model: object, types: Sequence[str]) -> CheckedNames:
     """Returns the names of a model's parameters, which a folder is read by only if its config.json is of that model."""
     return CheckedNames(names, lambda path: check(path, model, types))
 
@@ -363,6 +364,6 @@ def _warn(owner: str, path: Path) -> None:
         )
 
 
-def _short(value: Any) -> str:
+def _short(value: Json) -> str:
     text = json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+from jshard._types import Json
 from jshard.recipes.hf_keys import (
     BalanceWeight,
     Choice,
@@ -39,8 +39,8 @@ class Family:
     architectures: tuple[str, ...]
     keys: tuple[ConfigKey, ...]
     fixed: tuple[Fixed, ...] = ()
-    implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    preferred: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    implied: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+    preferred: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
 # What a model without such a field computes.

@@ -13,9 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jshard._parsing import is_int, shown
+from jshard._types import Json
 
-Config = Mapping[str, Any]
+Config = Mapping[str, Json]
 """The contents of a config.json."""
+
+ModelConfig = Any
+"""The `model` of a recipe: a dataclass of the user's, with any fields."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,8 @@ class ConfigKey:
 
     name: str
     field: str
-    default: Any
-    off: Any = None
+    default: Json
+    off: Json = None
     is_compared: bool = True
 
     @property
@@ -46,24 +50,24 @@ class ConfigKey:
         """The fields of the recipe, for people."""
         return f"model.{self.field}"
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """Returns the value that Transformers computes with."""
         # A null in the file is not the default: `typed` refuses it.
         return typed(config.get(self.name, self.default), type(self.default))
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """Returns the same of the recipe's model; None if it has no such field."""
         return getattr(model, self.field, self.off)
 
-    def fields(self, value: Any) -> dict[str, Any]:
+    def fields(self, value: Json) -> dict[str, Json]:
         """Returns the fields of the recipe for a value."""
         return {self.field: value}
 
-    def can_be(self, value: Any) -> bool:
+    def can_be(self, value: Json) -> bool:
         """Returns whether a file can have a value that a recipe computes."""
         return value is not None
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """Returns the keys of the file for a value."""
         return {self.name: value}
 
@@ -79,9 +83,9 @@ class DerivedKey(ConfigKey):
 
     base: ConfigKey
     times: int = 1
-    default: Any = None
+    default: Json = None
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = config.get(self.name, self.default)
         if value is None:
@@ -95,18 +99,18 @@ class HeadWidth(ConfigKey):
 
     name: str = "head_dim"
     field: str = "head_dim"
-    default: Any = None
+    default: Json = None
     width: ConfigKey
     heads: ConfigKey
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = config.get(self.name, self.default)
         if value is None:
             return self.width.stored(config) // self.heads.stored(config)
         return typed(value, int)
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`."""
         return getattr(model, self.field, 0) or model.d_model // model.n_head
 
@@ -115,8 +119,8 @@ class HeadWidth(ConfigKey):
 class Meaning:
     """A value of the file and the value of the recipe's field that means the same."""
 
-    stored: Any
-    field: Any
+    stored: Json
+    field: Json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,22 +129,22 @@ class Choice(ConfigKey):
 
     choices: tuple[Meaning, ...]
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = config.get(self.name, self.default)
         check_only({self.name: value}, self.name, tuple(choice.stored for choice in self.choices))
         return value
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`; a value that the file cannot have is left as it is."""
         own = super().computed(model)
         return next((choice.stored for choice in self.choices if choice.field == own), own)
 
-    def fields(self, value: Any) -> dict[str, Any]:
+    def fields(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.fields`."""
         return {self.field: next(choice.field for choice in self.choices if choice.stored == value)}
 
-    def can_be(self, value: Any) -> bool:
+    def can_be(self, value: Json) -> bool:
         """See `ConfigKey.can_be`."""
         return any(choice.stored == value for choice in self.choices)
 
@@ -154,7 +158,7 @@ class Gated(Choice):
         """See `ConfigKey.names`."""
         return (self.name, "dense_act_fn", "is_gated_act")
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = super().stored(config)
         is_gated = value == "gated-gelu"
@@ -170,14 +174,14 @@ class TiedAndScaled(ConfigKey):
 
     name: str = "tie_word_embeddings"
     field: str = "tied"
-    default: Any = True
+    default: Json = True
 
     @property
     def names(self) -> tuple[str, ...]:
         """See `ConfigKey.names`."""
         return (self.name, "scale_decoder_outputs")
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         is_tied = super().stored(config)
         check_only(config, "scale_decoder_outputs", (is_tied,))
@@ -190,17 +194,17 @@ class SlidingWindow(ConfigKey):
 
     name: str = "sliding_window"
     field: str = "sliding_window"
-    default: Any = None
-    off: Any = 0
+    default: Json = None
+    off: Json = 0
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         value = config.get(self.name, self.default)
         if value is None:
             return 0
         return typed(value, int)
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.written`."""
         return {self.name: value or None}
 
@@ -209,7 +213,7 @@ class SlidingWindow(ConfigKey):
 class LayerWindow(SlidingWindow):
     """The sliding window of Qwen, which other keys switch on, for all layers or some."""
 
-    default: Any = 4096
+    default: Json = 4096
     layers: ConfigKey
 
     @property
@@ -217,7 +221,7 @@ class LayerWindow(SlidingWindow):
         """See `ConfigKey.names`."""
         return ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`."""
         window = 0
         if typed(config.get("use_sliding_window", False), bool):
@@ -239,7 +243,7 @@ class LayerWindow(SlidingWindow):
             )
         return window if num_sliding else 0
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.written`."""
         if value:
             # 0, or the first 28 layers would have no window by default.
@@ -257,7 +261,7 @@ def _num_after_first(config: Config, num_layers: int) -> int:
     return max(num_layers - first, 0)
 
 
-def _num_named(kinds: Any, num_layers: int) -> int:
+def _num_named(kinds: Json, num_layers: int) -> int:
     """Returns how many layers have a window by `layer_types`."""
     is_list = isinstance(kinds, list) and len(kinds) == num_layers
     if not is_list or not set(kinds) <= {"full_attention", "sliding_attention"}:
@@ -275,12 +279,12 @@ class BalanceWeight(ConfigKey):
 
     name: str = "router_aux_loss_coef"
     field: str = "balance"
-    default: Any = 0.001
-    off: Any = 0.0
+    default: Json = 0.001
+    off: Json = 0.0
     is_compared: bool = False  # no logit depends on it
     choices: ConfigKey
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`; a dict with the fields "balance" and "top_k"."""
         weight = config.get(self.name, self.default)
         # `typed` takes numbers above 0 alone; 0 switches the loss off. False is no number.
@@ -289,15 +293,15 @@ class BalanceWeight(ConfigKey):
         count = self.choices.stored(config)
         return {self.field: float(weight) * count, self.choices.field: count}
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`."""
         return {self.field: super().computed(model), self.choices.field: self.choices.computed(model)}
 
-    def fields(self, value: Any) -> dict[str, Any]:
+    def fields(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.fields`."""
         return {self.field: value[self.field]}
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.written`."""
         # Undoes the product of `stored`.
         return {self.name: value[self.field] / value[self.choices.field]}
@@ -309,7 +313,7 @@ class ScalingKey:
 
     name: str
     field: str
-    default: Any = None  # None: the key is needed
+    default: Json = None  # None: the key is needed
 
 
 _FACTOR = ScalingKey(name="factor", field="factor")
@@ -341,7 +345,7 @@ class Rope(ConfigKey):
 
     name: str = "rope_parameters"
     field: str = "rope_theta"
-    default: Any = 10_000.0
+    default: Json = 10_000.0
     length: ConfigKey
 
     @property
@@ -354,7 +358,7 @@ class Rope(ConfigKey):
         """See `ConfigKey.described`."""
         return "model.rope_theta, model.rope_scaling"
 
-    def stored(self, config: Config) -> Any:
+    def stored(self, config: Config) -> Json:
         """See `ConfigKey.stored`; a dict with "rope_theta", "kind" and the fields of that kind."""
         check_only(config, "partial_rotary_factor", (None, 1))
         check_only(config, "rope_interleaved", (None, False))
@@ -374,7 +378,7 @@ class Rope(ConfigKey):
         theta = typed(next(iter(thetas), self.default), float)
         return {"rope_theta": theta, **next(iter(scalings), {"kind": "default"})}
 
-    def _scaling(self, part: dict[str, Any], config: Config) -> dict[str, Any]:
+    def _scaling(self, part: dict[str, Json], config: Config) -> dict[str, Json]:
         """Returns the kind of a scaling and its fields."""
         check_only(part, "partial_rotary_factor", (None, 1))
         kind = _kind_of_scaling(part)
@@ -397,7 +401,7 @@ class Rope(ConfigKey):
             raise ValueError(f"{', '.join(sorted(unknown))} of {kind} scaling is not known here")
         return {"kind": kind, **{key.field: _scaling_value(key, keys) for key in _SCALINGS[kind]}}
 
-    def computed(self, model: Any) -> Any:
+    def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`."""
         theta = super().computed(model)
         if theta is None:
@@ -407,7 +411,7 @@ class Rope(ConfigKey):
         fields = {key.field: getattr(scaling, key.field) for key in _SCALINGS.get(kind, ())}
         return {"rope_theta": theta, "kind": kind, **fields}
 
-    def fields(self, value: Any) -> dict[str, Any]:
+    def fields(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.fields`."""
         scaling = {f"rope_scaling.{name}": setting for name, setting in value.items() if name != "rope_theta"}
         # The fields of other kinds stay in the recipe, where they have no effect.
@@ -415,20 +419,20 @@ class Rope(ConfigKey):
             scaling = {"rope_scaling.kind": "default"}
         return {"rope_theta": value["rope_theta"]} | scaling
 
-    def written(self, value: Any) -> dict[str, Any]:
+    def written(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.written`; in the form that all versions of Transformers read."""
         kind = value["kind"]
         if kind == "default":
             return {"rope_theta": value["rope_theta"], "rope_scaling": None}
         keys = {key.name: value[key.field] for key in _SCALINGS[kind] if value[key.field] is not None}
-        result: dict[str, Any] = {"rope_theta": value["rope_theta"]}
+        result: dict[str, Json] = {"rope_theta": value["rope_theta"]}
         if kind == "dynamic":  # it begins there
             # The length of the recipe may be another, and is replaced by the one that scaling begins at.
             result[self.length.name] = keys.pop(_ORIGINAL.name)
         return result | {"rope_scaling": {"rope_type": kind, **keys}}
 
 
-def _kind_of_scaling(part: Mapping[str, Any]) -> str:
+def _kind_of_scaling(part: Mapping[str, Json]) -> str:
     """Returns the kind, which has two names: the older one is `type`."""
     kinds = {part[name] for name in ("rope_type", "type") if part.get(name) is not None}
     if len(kinds) > 1 or not kinds <= _SCALINGS.keys():
@@ -436,7 +440,7 @@ def _kind_of_scaling(part: Mapping[str, Any]) -> str:
     return next(iter(kinds), "default")
 
 
-def _settle_yarn(keys: dict[str, Any], longest: int) -> None:
+def _settle_yarn(keys: dict[str, Json], longest: int) -> None:
     """Replaces the keys of yarn from which Transformers computes others."""
     if "factor" not in keys:
         keys["factor"] = longest / typed(keys[_ORIGINAL.name], int)
@@ -448,7 +452,7 @@ def _settle_yarn(keys: dict[str, Any], longest: int) -> None:
         keys["attention_factor"] = (typed(top, float) * growth + 1) / (typed(bottom, float) * growth + 1)
 
 
-def _scaling_value(key: ScalingKey, keys: Mapping[str, Any]) -> Any:
+def _scaling_value(key: ScalingKey, keys: Mapping[str, Json]) -> Json:
     value = keys.get(key.name, key.default)
     # None in the recipe, too: it follows from `factor` when positions are scaled.
     if value is None and key.name == "attention_factor":
@@ -467,7 +471,7 @@ class Fixed:
     """A key of which only some values are computed, and absent means one of them."""
 
     name: str
-    only: tuple[Any, ...]
+    only: tuple[Json, ...]
     why: str = ""
 
     @property
@@ -481,7 +485,7 @@ class Fixed:
             raise ValueError(self.why or f"is supported as {_listed(self.only)} only")
 
 
-def typed(value: Any, kind: type) -> Any:
+def typed(value: Json, kind: type) -> Json:
     """Returns the value in the type of its key; integers count as floats."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if kind is float and is_integer:
@@ -497,18 +501,18 @@ def typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _is_among(value: Any, values: Iterable[Any]) -> bool:
+def _is_among(value: Json, values: Iterable[Json]) -> bool:
     # As in `typed`: 1 == True, but a file says another thing with each.
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
 
-def check_only(config: Config, name: str, only: tuple[Any, ...]) -> None:
+def check_only(config: Config, name: str, only: tuple[Json, ...]) -> None:
     """Raises a ValueError if the key is there with another value than these."""
     if name in config and not _is_among(config[name], only):
         raise ValueError(f"{name} is supported as {_listed(only)} only")
 
 
-def _listed(values: tuple[Any, ...]) -> str:
+def _listed(values: tuple[Json, ...]) -> str:
     """Returns the values as JSON; of several, those that say something."""
     full = [value for value in values if value not in (None, [], {})]
     return " or ".join(json.dumps(value) for value in full or values[:1])

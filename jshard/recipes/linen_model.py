@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 
+from jshard._types import PyTree, TreeDef
 from jshard.engine.context import in_plain_flax
 from jshard.errors import AnnotationError
 from jshard.linen.annotated_class import relaid
@@ -23,7 +24,7 @@ from jshard.linen.parameters import as_arrays, flat, flat_params, is_box, nested
 from jshard.plans.memories import to_device
 from jshard.plans.padding import Padding, store
 from jshard.plans.policies import UnitPolicy
-from jshard.plans.units import Path, attach, dotted, unit_of
+from jshard.plans.units import Method, Path, attach, dotted, unit_of
 
 _STATE = "batch_stats", "cache"  # a run updates them, requested or not
 
@@ -31,21 +32,21 @@ _STATE = "batch_stats", "cache"  # a run updates them, requested or not
 class _Calls:
     """Calls of a Linen module; with `mutable`, names of collections, a call also returns their new contents."""
 
-    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
+    def __call__(self, *args: object, mutable: str | Sequence[str] = (), **kwargs: object) -> Any:
         return self._run("__call__", args, kwargs, _names(mutable))
 
-    def _named(self, module: nn.Module, name: str) -> Any:
+    def _named(self, module: nn.Module, name: str) -> object:
         """Returns a method that the user wrote, or another attribute of the module."""
         # Fields and Flax's own methods, such as `init`, are no calls of the model.
         if not callable(getattr(type(module), name, None)) or hasattr(nn.Module, name):
             return getattr(module, name)
 
-        def run(*args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
+        def run(*args: object, mutable: str | Sequence[str] = (), **kwargs: object) -> Any:
             return self._run(name, args, kwargs, _names(mutable))
 
         return run
 
-    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], requested: tuple[str, ...]) -> Any:
+    def _run(self, name: str, args: tuple, kwargs: dict[str, object], requested: tuple[str, ...]) -> object:
         """Runs a method; with names of requested collections, returns also their new contents."""
         raise NotImplementedError
 
@@ -67,7 +68,7 @@ class Initialising(_Calls):
     def __getattr__(self, name: str) -> Any:
         return self._named(self._bound, name)
 
-    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], requested: tuple[str, ...]) -> Any:
+    def _run(self, name: str, args: tuple, kwargs: dict[str, object], requested: tuple[str, ...]) -> object:
         self._requested |= set(requested) - set(_STATE)
         # All calls of the loss are on one bound module, whose `sow` appends to what earlier calls sowed.
         before = self._bound.variables
@@ -78,7 +79,7 @@ class Initialising(_Calls):
         return result, {key: _since(before.get(key, {}), after.get(key, {})) for key in requested}
 
 
-def _since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _since(before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Returns a collection without the values sown by earlier calls: each call of a `LinenModel` starts empty."""
     earlier = dict(flat(before))
     leaves = []
@@ -108,7 +109,7 @@ def inference(is_on: bool) -> Iterator[None]:
         yield
 
 
-def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
+def _intercept(run: Callable, args: tuple, kwargs: dict[str, object], context: nn.module.InterceptorContext) -> object:
     module = context.module
     before = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name in _FIELDS}
     if not before:
@@ -125,8 +126,8 @@ def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.m
 
 
 def _without(
-    names: dict[str, Any], context: nn.module.InterceptorContext, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
+    names: dict[str, object], context: nn.module.InterceptorContext, args: tuple, kwargs: dict[str, object]
+) -> tuple[tuple, dict[str, object]]:
     """Returns the arguments with these set to None: Flax's modules refuse a setting that is given twice."""
     method = getattr(type(context.module), context.method_name, None) or type(context.module).__call__
     bound = inspect.signature(method).bind_partial(context.module, *args, **kwargs)
@@ -149,7 +150,7 @@ class _Place:
 
     collection: str
     path: Path
-    boxes: Any  # a treedef
+    boxes: TreeDef
     name: str
 
 
@@ -169,7 +170,7 @@ class LinenModel(_Calls, nnx.Module):
         rngs: the source of the keys of its calls.
     """
 
-    def __init__(self, module: nn.Module, collections: Mapping[str, Any], rngs: nnx.Rngs) -> None:
+    def __init__(self, module: nn.Module, collections: Mapping[str, PyTree], rngs: nnx.Rngs) -> None:
         # Also a part of the state: the counts of keys are saved and restored with the model.
         self.rngs = rngs
         self.deterministic = False
@@ -196,7 +197,7 @@ class LinenModel(_Calls, nnx.Module):
         return self._named(linen.module, name)
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> dict[str, PyTree]:
         """The variables in Linen's form, by collection."""
         params = []
         states = []
@@ -210,7 +211,7 @@ class LinenModel(_Calls, nnx.Module):
                 states.append(((place.collection, *place.path), leaf))
         return {_PARAMS: jax.tree.unflatten(self._linen.params_tree, params), **nested(states)}
 
-    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], requested: tuple[str, ...]) -> Any:
+    def _run(self, name: str, args: tuple, kwargs: dict[str, object], requested: tuple[str, ...]) -> object:
         # In an evaluation no collection is mutable, so that none can change.
         states = [] if self.deterministic else self._linen.states
         module = self._linen.module_for(self._policies())
@@ -234,7 +235,7 @@ class LinenModel(_Calls, nnx.Module):
         rngs = nnx.clone(self.rngs) if self.deterministic else self.rngs
         return {stream: rngs() for stream in _STREAMS}
 
-    def _store_changes(self, changed: Mapping[str, Any]) -> None:
+    def _store_changes(self, changed: Mapping[str, PyTree]) -> None:
         """Writes the collections that a call has changed into the variables."""
         places = {(place.collection, *place.path): place for place in self._linen.places}
         leaves = {}
@@ -272,8 +273,8 @@ class _Linen:
     module: nn.Module  # the annotated one
     layout: Layout
     places: tuple[_Place, ...]  # parameters first, in the order of `params_tree`
-    params_tree: Any  # a treedef, with a leaf for each box
-    _modules: dict[Any, nn.Module] = dataclasses.field(default_factory=dict)
+    params_tree: TreeDef  # with a leaf for each box
+    _modules: dict[tuple[tuple[Path, UnitPolicy], ...], nn.Module] = dataclasses.field(default_factory=dict)
 
     @property
     def states(self) -> list[str]:
@@ -310,13 +311,13 @@ def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Mo
     return annotation.plain(module)
 
 
-def _run_as_it_is(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_as_it_is(module: nnx.Module, method: Method, args: tuple, kwargs: dict[str, object]) -> object:
     """Runs a method of a `LinenModel` as plain Flax: the Linen module inside it calls the engine."""
     return method(module, *args, **kwargs)
 
 
 def _create_variables(
-    model: LinenModel, collections: Mapping[str, Any], unit_kinds: Mapping[Path, str]
+    model: LinenModel, collections: Mapping[str, PyTree], unit_kinds: Mapping[Path, str]
 ) -> tuple[_Place, ...]:
     """Puts the variables into modules of the model, which it creates."""
     for path in unit_kinds:
@@ -346,7 +347,7 @@ def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None
         store(variable, padding, variable.get_raw_value())
 
 
-def _variables(collections: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+def _variables(collections: Mapping[str, PyTree]) -> Iterator[tuple[str, Path, object]]:
     """Yields the variables in collections, parameters first, each with its collection and path."""
     for path, leaf in flat_params(collections.get(_PARAMS, {})):
         yield _PARAMS, path, leaf
@@ -372,7 +373,7 @@ def _part_class(kind: str) -> type[_Part]:
     return metaclass(kind, (_Part,), {"__module__": __name__})
 
 
-def _check(module: nn.Module, collections: Mapping[str, Any]) -> None:
+def _check(module: nn.Module, collections: Mapping[str, PyTree]) -> None:
     if OVERWRITTEN in collections:
         raise AnnotationError(
             "A run does not update the scales of fp8 products.",

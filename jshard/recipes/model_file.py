@@ -43,22 +43,26 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard import _compat
 from jshard._paths import expanded
-from jshard.checkpoint.formats import CheckedNames
+from jshard._types import Json
+from jshard.checkpoint.formats import CheckedNames, Stored
 from jshard.data.worker_pool import MODEL_FILE
-from jshard.engine.weighted import mean_of
+from jshard.engine.weighted import WeightedMean, mean_of
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import as_filter
 from jshard.recipes import model_path, shipped_folder, shipped_models
 from jshard.recipes.hf_config import checked_names, unchecked_names
 from jshard.recipes.hf_families import FAMILIES
+from jshard.recipes.hf_keys import ModelConfig
 from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
+LossValue = jax.Array | WeightedMean
 LossFn = Callable[[Any, Any], Any]
 """Of a model and a batch: the loss, or the loss and a dict of metrics; each a scalar or a `WeightedMean`."""
 
@@ -70,7 +74,7 @@ class ModelFileError(ShardingError):
     """The model file or the requested recipe cannot be used."""
 
 
-def next_token_loss(model: Any, batch: Batch) -> jax.Array:
+def next_token_loss(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
     """Returns the mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token."""
     check_is_text(batch, where="batch of next_token_loss")
     logits = model(batch["inputs"]).astype(jnp.float32)
@@ -84,11 +88,11 @@ _TAKEN = frozenset(
 )
 
 
-def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
+def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[LossValue, dict[str, LossValue]]]:
     """Returns a loss function that always returns the loss and its metrics, an empty dict without metrics."""
 
     @functools.wraps(loss_fn)
-    def run(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    def run(model: object, batch: object) -> tuple[Any, dict[str, LossValue]]:
         loss: Any = loss_fn(model, batch)
         metrics: Any = {}
         if isinstance(loss, tuple) and len(loss) == 2:
@@ -100,7 +104,7 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[Any, dict[str, A
     return run
 
 
-def _check_loss(loss_fn: LossFn, loss: Any) -> None:
+def _check_loss(loss_fn: LossFn, loss: object) -> None:
     """Raises unless the loss is one real number: for others, the gradient would fail with an error of JAX."""
     # A `WeightedMean` is judged by its quotient.
     value = mean_of(loss)
@@ -121,7 +125,7 @@ def _check_loss(loss_fn: LossFn, loss: Any) -> None:
     )
 
 
-def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
+def _check_metrics(loss_fn: LossFn, metrics: object) -> None:
     why = _problem_of_metrics(metrics)
     if why:
         raise ModelFileError(
@@ -132,7 +136,7 @@ def _check_metrics(loss_fn: LossFn, metrics: Any) -> None:
         )
 
 
-def _problem_of_metrics(metrics: Any) -> str:
+def _problem_of_metrics(metrics: object) -> str:
     """Returns why metrics cannot be recorded; empty if they can."""
     if not isinstance(metrics, Mapping):
         return f"the second of the two is {_kind(metrics)}, not a dict."
@@ -150,7 +154,7 @@ def _problem_of_metrics(metrics: Any) -> str:
     return ""
 
 
-def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
+def check_is_text(batch: Mapping[str, object], *, where: str) -> None:
     """Checks that a batch has the entries read by the default loss."""
     missing = [key for key in ("inputs", "targets") if key not in batch]
     if missing:
@@ -198,16 +202,16 @@ class ModelFile:
 
     path: Path
     recipes: Mapping[str, Callable[[], Recipe]]
-    build: Callable[[Any, nnx.Rngs], nnx.Module | nn.Module]
-    annotate: Callable[[Any, Mesh | AbstractMesh], Any]
+    build: Callable[[ModelConfig, nnx.Rngs], nnx.Module | nn.Module]
+    annotate: Callable[[Any, Mesh | AbstractMesh], object]
     loss_fn: LossFn = next_token_loss
     data: Callable[[Any], Any] | None = None
     flops: Callable[[Any], tuple[float, str]] | None = None
-    hf_names: Callable[[Any], Mapping[str, Any]] | None = None
-    hf_config: Callable[[Any], Mapping[str, Any]] | None = None
+    hf_names: Callable[[ModelConfig], Mapping[str, str | Stored]] | None = None
+    hf_config: Callable[[ModelConfig], Mapping[str, Json]] | None = None
     hf_types: tuple[str, ...] = ()
-    wrt: Any = nnx.Param
-    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    wrt: Filter = nnx.Param
+    units: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property
     def loss(self) -> Callable[[Any, Any], jax.Array]:
@@ -215,7 +219,7 @@ class ModelFile:
         run = with_metrics(self.loss_fn)
 
         @functools.wraps(self.loss_fn)
-        def loss_of(model: Any, batch: Any) -> jax.Array:
+        def loss_of(model: object, batch: object) -> jax.Array:
             loss, _ = run(model, batch)
             return mean_of(loss)
 
@@ -247,7 +251,7 @@ class ModelFile:
             )
         return name, _made(self.path, name, self.recipes[name])
 
-    def with_units(self, settings: Mapping[str, Any]) -> ModelFile:
+    def with_units(self, settings: Mapping[str, object]) -> ModelFile:
         """Returns the model file with other settings of the units."""
         return dataclasses.replace(self, units={**self.units, **settings})
 
@@ -258,7 +262,7 @@ class ModelFile:
         tokens = recipe.batch_size * (tokens_per_sample or recipe.sequence_length)
         return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=tokens)
 
-    def names_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
+    def names_elsewhere(self, config: object) -> Mapping[str, str | Stored] | None:
         """Returns the result of `hf_names` for a config; None if the file has no such function."""
         if self.hf_names is None:
             return None
@@ -280,7 +284,7 @@ class ModelFile:
             return checked_names(names, config, self.hf_types)
         return unchecked_names(names, str(self.path))
 
-    def config_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
+    def config_elsewhere(self, config: object) -> Mapping[str, Json] | None:
         """Returns the result of `hf_config` for a config; None if the file has no such function."""
         if self.hf_config is None:
             return None
@@ -467,7 +471,7 @@ def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
     return recipe
 
 
-def _pick(module: Any, path: Path) -> ModelFile:
+def _pick(module: types.ModuleType, path: Path) -> ModelFile:
     missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]  # no recipe is none, too
     if missing:
         raise ModelFileError(
@@ -499,7 +503,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
     return ModelFile(path=path, recipes=module.RECIPES, hf_types=tuple(hf_types), wrt=_filter(wrt), **functions)
 
 
-def _wrong_kinds(recipes: Any, functions: Mapping[str, Any], wrt: Any) -> Iterator[tuple[str, str]]:
+def _wrong_kinds(recipes: object, functions: Mapping[str, object], wrt: Any) -> Iterator[tuple[str, str]]:
     """Yields the names with values of a wrong kind, each with the reason."""
     if not isinstance(recipes, Mapping):
         yield "RECIPES", f"RECIPES is {_kind(recipes)}, not a dict of functions."
@@ -518,13 +522,13 @@ def _wrong_kinds(recipes: Any, functions: Mapping[str, Any], wrt: Any) -> Iterat
         yield "wrt", f"wrt is {_kind(wrt)}, not an nnx filter, such as nnx.LoRAParam."
 
 
-def _wrong_types(hf_types: Any) -> Iterator[tuple[str, str]]:
+def _wrong_types(hf_types: object) -> Iterator[tuple[str, str]]:
     is_known = isinstance(hf_types, list | tuple) and all(name in FAMILIES for name in hf_types)
     if not is_known:
         yield "hf_types", f"hf_types is {hf_types!r}, not a tuple of names among {', '.join(FAMILIES)}."
 
 
-def _filter(wrt: Any) -> Any:
+def _filter(wrt: Filter) -> Filter:
     """Returns the nnx filter of a file's `wrt`: patterns select among parameters."""
     choices = wrt if isinstance(wrt, (list, tuple)) else [wrt]
     has_patterns = any(isinstance(choice, str) for choice in choices)
@@ -534,7 +538,7 @@ def _filter(wrt: Any) -> Any:
     return nnx.All(nnx.Param, as_filter(wrt))
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """Returns the type of a value as in a sentence: `an int`."""
     if value is None:
         return "None"

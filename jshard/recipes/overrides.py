@@ -19,7 +19,7 @@ import textwrap
 import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,11 +31,15 @@ from jshard.plans.remat import check_remat
 from jshard.recipes.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)
+V = TypeVar("V")
+
+Kind = Any
+"""The annotation of a field: a class, or a form of typing."""
 
 _NONES = {"none": None, "null": None}
 _BOOLS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 _KEYS = "--print-config  # shows the keys and their values"
-_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}  # as Python writes them, in any case
+_WORDS: dict[str, bool | None] = {"true": True, "false": False, "none": None}  # as Python writes them, in any case
 
 
 class SettingError(ShardingError):
@@ -60,7 +64,7 @@ def override(recipe: R, settings: Sequence[str]) -> R:
     """
     by_depth = sorted(_walk(recipe), key=lambda item: item[0].count("."))  # its own before nested ones
     keys = dict(by_depth)
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     lines: dict[str, str] = {}
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
@@ -81,7 +85,7 @@ def override(recipe: R, settings: Sequence[str]) -> R:
 # Values.
 
 
-def read_value(text: str, kind: Any) -> Any:
+def read_value(text: str, kind: Kind) -> object:
     """Parses a text as a value of a type; raises a ValueError if it is not valid.
 
     Items of a tuple or a list are separated by commas. `Any` accepts a Python literal, true, false and none, and any
@@ -105,10 +109,10 @@ def read_value(text: str, kind: Any) -> Any:
     return _literal(text, kind)
 
 
-def _read_union(text: str, kinds: Sequence[Any]) -> Any:
+def _read_union(text: str, kinds: Sequence[Kind]) -> object:
     """Parses a text as the first type of a union that it fits."""
 
-    def order(kind: Any) -> tuple[bool, bool]:
+    def order(kind: Kind) -> tuple[bool, bool]:
         return kind is str, kind is types.NoneType  # str, which takes everything, is last; Literal "none" before None
 
     for kind in sorted(kinds, key=order):
@@ -117,7 +121,7 @@ def _read_union(text: str, kinds: Sequence[Any]) -> Any:
     raise ValueError(f"{text!r} fits none of {kinds}")
 
 
-def _read_items(text: str, container: type[tuple | list], kinds: Sequence[Any]) -> Any:
+def _read_items(text: str, container: type[tuple | list], kinds: Sequence[Kind]) -> object:
     """Parses the items of a tuple or a list, with or without brackets; a last comma is allowed, as in Python."""
     inside = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
     parts = []
@@ -148,16 +152,16 @@ def _float(text: str) -> float:
     return value
 
 
-def _chosen(text: str, choices: Mapping[str, Any]) -> Any:
+def _chosen(text: str, choices: Mapping[str, V]) -> V:
     """Returns the choice that a text names."""
     if text not in choices:
         raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
     return choices[text]
 
 
-def _literal(text: str, kind: Any) -> Any:
+def _literal(text: str, kind: Kind) -> object:
     """Parses a Python literal of a class; for `Any` any other text is a text."""
-    value: Any = text
+    value: object = text
     if text.lower() in _WORDS:
         value = _WORDS[text.lower()]
     else:
@@ -172,7 +176,7 @@ def _literal(text: str, kind: Any) -> Any:
     return value
 
 
-def _evaluated(text: str) -> Any:
+def _evaluated(text: str) -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Python about unknown escapes: the text is not a program
         return ast.literal_eval(text)
@@ -184,7 +188,7 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-_READERS: dict[Any, Any] = {
+_READERS: dict[Kind, Callable[[str], object]] = {
     str: str,
     Path: _path,
     int: _int,
@@ -194,7 +198,7 @@ _READERS: dict[Any, Any] = {
 }
 
 
-def _described(kind: Any) -> str:
+def _described(kind: Kind) -> str:
     """Returns a type as a user reads it in a message."""
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
@@ -212,7 +216,7 @@ def _described(kind: Any) -> str:
 # Keys.
 
 
-def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Kind]]:
     """Yields the keys and their types."""
     hints = _hints(type(node))
     for field in dataclasses.fields(node):
@@ -226,9 +230,9 @@ def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, hints.get(field.name, Any)
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, Kind]:
     """Returns the types of a dataclass's fields; `Any` for an annotation that only type checkers can resolve."""
-    hints: dict[str, Any] = {}
+    hints: dict[str, Kind] = {}
     # The class itself last: its annotations replace those of its bases.
     for base in reversed(cls.__mro__):
         # An annotation as text is resolved where its class was written. `types` stands for a module that is gone.
@@ -242,7 +246,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return hints
 
 
-def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[str, str]) -> Any:
+def _rebuilt(node: Any, prefix: str, values: Mapping[str, object], lines: Mapping[str, str]) -> Any:
     """Returns the dataclass with the values for it and for the dataclasses in it."""
     keys = [key for key in values if key.startswith(prefix)]
     if not keys:
@@ -265,7 +269,7 @@ def _rebuilt(node: Any, prefix: str, values: Mapping[str, Any], lines: Mapping[s
         raise _refused(" ".join(lines[key] for key in keys), why, _KEYS) from error
 
 
-def _unknown(key: str, text: str, line: str, keys: Mapping[str, Any]) -> SettingError:
+def _unknown(key: str, text: str, line: str, keys: Mapping[str, Kind]) -> SettingError:
     """Returns the error for a setting that is not a key and a value, with a similar key if there is one."""
     has_fields = any(other.startswith(f"{key}.") for other in keys)
     if key in keys:
@@ -283,7 +287,7 @@ def _unknown(key: str, text: str, line: str, keys: Mapping[str, Any]) -> Setting
     return _refused(line, "\n".join([why, *textwrap.wrap(f"its keys: {', '.join(keys)}", width=100)]), do)
 
 
-def _similar_key(key: str, keys: Mapping[str, Any]) -> str | None:
+def _similar_key(key: str, keys: Mapping[str, Kind]) -> str | None:
     """Returns the key that is most similar: first by its last name, as users forget `model.`, then as a whole."""
     last_names = {other: _last_name(other) for other in keys}
     names = difflib.get_close_matches(_last_name(key), list(last_names.values()), n=1)
@@ -314,9 +318,9 @@ def _number_or_word(text: str) -> Any:
     return _WORDS.get(text.lower(), text)
 
 
-def parse_units(texts: Sequence[str]) -> dict[str, Any]:
+def parse_units(texts: Sequence[str]) -> dict[str, bool | int | str | None]:
     """Parses settings such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, bool | int | str | None] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
         if name not in SETTINGS or not value or name in settings:
@@ -326,7 +330,7 @@ def parse_units(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _unit_value(text: str, name: str, value: str) -> Any:
+def _unit_value(text: str, name: str, value: str) -> bool | int | str | None:
     if name == "remat":  # one of its policies is called "none"
         check_remat(value)
         return value

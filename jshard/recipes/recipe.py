@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from jshard import _compat
+from jshard._types import Json, PyTree
 from jshard.errors import ShardingError
 from jshard.plans.mesh import CONTEXT, AnyMesh, data_axes, data_degree, degree
 
@@ -28,7 +29,7 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), **_compat.versions(_PACKAGES)}
 
 
-def tree(value: Any) -> Any:
+def tree(value: object) -> Json:
     """Returns a value in JSON types.
 
     A dataclass becomes a dict that begins with its "class"; types that JSON lacks become text: an enum by its name,
@@ -49,7 +50,7 @@ def tree(value: Any) -> Any:
     return _scalar(value)
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> Json:
     if isinstance(value, enum.Enum):  # before its value: an enum may be an int, too
         return value.name
     # JSON has no inf and no nan; Python would write them, and other readers refuse the file.
@@ -60,7 +61,7 @@ def _scalar(value: Any) -> Any:
     return _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Returns a text without memory addresses, so that two runs of the same configuration print the same."""
     if isinstance(value, Path | np.dtype):
         return str(value)
@@ -152,7 +153,7 @@ class Recipe:
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
 
 
-def _matrices_in(params: Any) -> Any:
+def _matrices_in(params: PyTree) -> PyTree:
     return jax.tree.map(lambda parameter: parameter.ndim >= 2, params)
 
 
@@ -186,7 +187,7 @@ class _InvalidValue:
 
     key: str
     why: str
-    proposal: Any
+    proposal: object
 
 
 def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -313,5 +314,5 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(candidate for candidate in candidates if number % candidate == 0)
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value >= 0

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard._text import counted
+from jshard._types import PyTree, TreeDef
 from jshard.api.loss_scale import loss_scale_of, scaled_value_and_grad
 from jshard.engine.weighted import WeightedMean, mean_of, mean_over
 from jshard.errors import AnnotationError
@@ -70,7 +71,7 @@ class TrainStep:
         loss_fn: LossFn,
         model: nnx.Module,
         optimizer: nnx.Optimizer,
-        batch: Any,
+        batch: PyTree,
         *,
         accumulate: int = 1,
         learning_rate: optax.Schedule | None = None,
@@ -95,7 +96,7 @@ class TrainStep:
         )
         self._program = traced.lower().compile(compiler_options=dict(compiler_options or {}))
 
-    def __call__(self, batch: Any) -> Scalars:
+    def __call__(self, batch: PyTree) -> Scalars:
         """Starts a step and returns without waiting for it.
 
         Args:
@@ -116,7 +117,7 @@ class TrainStep:
         return self._current()[0]
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> nnx.Optimizer:
         """The optimizer, with the state after the last step."""
         return self._current()[1]
 
@@ -140,7 +141,7 @@ class TrainStep:
         """Peak bytes per device of the compiled program: state, batch and temporaries."""
         return program_bytes(self._program)
 
-    def _current(self) -> tuple[Any, Any]:
+    def _current(self) -> tuple[nnx.Module, nnx.Optimizer]:
         # The program has kept the zeros of padding, so that nothing has to be cleared.
         with padding_kept():
             nnx.update(self._objects, jax.tree.unflatten(self._tree, self._leaves))
@@ -148,14 +149,14 @@ class TrainStep:
 
 
 def lower_step(
-    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
+    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, *, accumulate: int = 1
 ) -> jax.stages.Lowered:
     """Returns the program of a `TrainStep`, lowered but not compiled: model, optimizer and batch may be abstract."""
     return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate).lower()
 
 
 def trace_step(
-    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
+    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, *, accumulate: int = 1
 ) -> jax.stages.Traced:
     """Returns the traced JAX program of `lower_step`, with the same arguments; its equations can be read."""
     mesh = _mesh(model)
@@ -172,10 +173,10 @@ def trace_step(
 
 def _traced(
     loss_fn: LossFn,
-    graphdef: Any,
-    tree: Any,
-    leaves: list[Any],
-    batch: Any,
+    graphdef: nnx.GraphDef,
+    tree: TreeDef,
+    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    batch: PyTree,
     mesh: Mesh,
     *,
     accumulate: int,
@@ -183,9 +184,9 @@ def _traced(
 ) -> jax.stages.Traced:
     paths_before = _paths(jax.tree.unflatten(tree, leaves))
 
-    def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
+    def step(leaves: list[jax.Array], batch: PyTree) -> tuple[list[jax.Array], Scalars]:
         model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
-        rate: dict[str, Any] = {}
+        rate: dict[str, jax.typing.ArrayLike] = {}
         if learning_rate is not None:  # of this step: the update counts on
             rate["learning_rate"] = learning_rate(optimizer.step[...])
         run = scaled_value_and_grad(with_metrics(loss_fn), optimizer, accumulate=accumulate, has_aux=True)
@@ -214,7 +215,7 @@ def _traced(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)).trace(leaves, batch)
 
 
-def _update(optimizer: nnx.Optimizer, model: nnx.Module, grads: Any, loss: jax.Array) -> None:
+def _update(optimizer: nnx.Optimizer, model: nnx.Module, grads: nnx.State, loss: jax.Array) -> None:
     """Updates the model; a transformation that takes arguments beside the gradients receives the loss as `value`."""
     extra = {}
     # A plain transformation refuses further arguments.
@@ -251,7 +252,7 @@ def _check_unchanged(before: set[str], after: set[str]) -> None:
 class HeldModel:
     """A model that is not trained, with the model interface of a `TrainStep`."""
 
-    model: Any
+    model: nnx.Module
 
     @property
     def mesh(self) -> Mesh:
@@ -277,11 +278,11 @@ class EvalStep:
         >>> scalars = evaluate(step.model_leaves, batch)
     """
 
-    def __init__(self, loss_fn: LossFn, step: TrainStep | HeldModel, batch: Any) -> None:
+    def __init__(self, loss_fn: LossFn, step: TrainStep | HeldModel, batch: PyTree) -> None:
         graphdef, state = nnx.split(inference_view(step.model))
         leaves, tree = jax.tree.flatten(state)
 
-        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> tuple[Scalars, Scalars]:
+        def evaluate(leaves: Sequence[jax.Array], batch: PyTree) -> tuple[Scalars, Scalars]:
             model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
             loss, metrics = with_metrics(loss_fn)(model, batch)
             values = {"loss": loss, **metrics}
@@ -292,11 +293,11 @@ class EvalStep:
         # Nothing is donated: the arrays are those of the step, which trains on with them.
         self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
 
-    def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> Scalars:
+    def __call__(self, leaves: Sequence[jax.Array], batch: PyTree) -> Scalars:
         """Returns the "loss" and the metrics, on the devices, without waiting for them."""
         return self.with_weights(leaves, batch)[0]
 
-    def with_weights(self, leaves: Sequence[jax.Array], batch: Any) -> tuple[Scalars, Scalars]:
+    def with_weights(self, leaves: Sequence[jax.Array], batch: PyTree) -> tuple[Scalars, Scalars]:
         """Returns the same, and the weights of those that are a `js.WeightedMean`."""
         return self._program(list(leaves), batch)
 
@@ -322,7 +323,7 @@ def _mesh(model: nnx.Module) -> Mesh:
     return unit.mesh
 
 
-def _on_mesh(state: Any, mesh: Mesh) -> Any:
+def _on_mesh(state: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns the state with unplaced arrays (an optimizer's counters) moved to the mesh; raises for arrays elsewhere.
 
     No two arrays share a buffer: `nnx.clone` and some transformations of Optax keep one array under two names.
@@ -351,7 +352,7 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
     return jax.tree.unflatten(tree, apart(placed))  # the step donates all of them
 
 
-def _check_arrays(flat: Sequence[tuple[tuple, Any]]) -> None:
+def _check_arrays(flat: Sequence[tuple[tuple, object]]) -> None:
     """Raises for leaves of the state that no compiled step can have."""
     wrong = [f"{_path(path)}  {type(leaf).__name__}" for path, leaf in flat if not is_numeric(leaf)]
     if wrong:
@@ -363,7 +364,7 @@ def _check_arrays(flat: Sequence[tuple[tuple, Any]]) -> None:
         )
 
 
-def _paths(state: Any) -> set[str]:
+def _paths(state: nnx.State) -> set[str]:
     """Returns the paths of the arrays in a state, in readable form."""
     return {_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]}
 
@@ -376,7 +377,7 @@ def _path(path: tuple) -> str:
     return "/".join([owner, *(key for key in rest if key != "value")])
 
 
-def _key_text(key: Any) -> str:
+def _key_text(key: object) -> str:
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

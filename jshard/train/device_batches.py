@@ -8,10 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Generator, Iterable
-from typing import Any
 
 from jax.sharding import Mesh
 
+from jshard._types import PyTree
 from jshard.plans.batch import shard_batch
 
 BATCHES_AHEAD = 2
@@ -31,7 +31,7 @@ class _End:
     error: BaseException | None
 
 
-def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = BATCHES_AHEAD) -> Generator[Any, None, None]:
+def to_devices(batches: Iterable[PyTree], mesh: Mesh, *, ahead: int = BATCHES_AHEAD) -> Generator[PyTree, None, None]:
     """Yields batches of the host as sharded arrays, read and copied ahead in a separate thread.
 
     Args:
@@ -42,7 +42,7 @@ def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = BATCHES_AHEAD
     Returns:
         An iterator of global batches, sharded over the data axes on the leading dim.
     """
-    ready: queue.Queue[Any] = queue.Queue(ahead)
+    ready: queue.Queue[PyTree] = queue.Queue(ahead)
     stop = threading.Event()
 
     def read() -> None:
@@ -70,7 +70,7 @@ def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = BATCHES_AHEAD
         _end(thread, ready)
 
 
-def _end(thread: threading.Thread, ready: queue.Queue[Any]) -> None:
+def _end(thread: threading.Thread, ready: queue.Queue[PyTree]) -> None:
     """Waits for the thread, which may be waiting for space, but not for data that never arrive."""
     deadline_s = time.monotonic() + _END_S
     while thread.is_alive() and time.monotonic() < deadline_s:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
+from jshard._types import PyTree
 from jshard.data.loader import HeldOutBatches
 from jshard.launch import phases, set_phase
 from jshard.recipes.step import EvalStep, HeldModel, Scalars, TrainStep
@@ -22,7 +23,7 @@ class _BatchResult(NamedTuple):
     weights: Scalars
 
 
-def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable[Any]) -> dict[str, float]:
+def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable[PyTree]) -> dict[str, float]:
     """Computes the mean "loss" and metrics over batches of one size, dropout off.
 
     Args:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.context import global_view, plain_flax
 from jshard.errors import RunError
 from jshard.plans.units import dotted
@@ -85,7 +85,7 @@ class _Search:
     model_file: ModelFile
     recipe: Recipe
     model: nnx.Module
-    batch: Any
+    batch: PyTree
     leaves: Mapping[str, jax.Array]
     everywhere: NamedSharding
     symptom: str
@@ -95,7 +95,7 @@ def explained(
     model_file: ModelFile,
     recipe: Recipe,
     model: nnx.Module,
-    batch: Any,
+    batch: PyTree,
     *,
     step: int,
     not_finite: Mapping[str, float],
@@ -145,13 +145,13 @@ def _symptom(not_finite: Mapping[str, float], step: int) -> str:
     return f"{values} at step {step}, before any update"
 
 
-def _replicated_like(batch: Any) -> NamedSharding:
+def _replicated_like(batch: PyTree) -> NamedSharding:
     """Returns the sharding of a result on the devices of the batch that every process can read."""
     rows = next(x for x in jax.tree.leaves(batch) if x.ndim)
     return NamedSharding(rows.sharding.mesh, PartitionSpec())
 
 
-def _leaves_by_path(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
+def _leaves_by_path(model: nnx.Module, batch: PyTree) -> dict[str, jax.Array]:
     """Returns the arrays of the model's state and of the batch by their paths in readable form."""
     _, state = nnx.split(model)
     leaves, _ = jax.tree_util.tree_flatten_with_path((state, batch))
@@ -226,11 +226,11 @@ def _failed_check(search: _Search) -> _FailedCheck | None:
         # Linen has its dtypes in the module; plain nnx follows those of the units.
         return global_view() if isinstance(search.model, LinenModel) else plain_flax()
 
-    def loss(state: nnx.State, batch: Any) -> Any:
+    def loss(state: nnx.State, batch: PyTree) -> object:
         with plain():
             return loss_fn(nnx.merge(graphdef, state, copy=True), batch)
 
-    def gradients(state: nnx.State, batch: Any) -> Any:
+    def gradients(state: nnx.State, batch: PyTree) -> object:
         with plain():
             grad = nnx.grad(loss_fn, argnums=nnx.DiffState(0, wrt))
             grads = grad(nnx.merge(graphdef, state, copy=True), batch)
@@ -252,7 +252,9 @@ def _failed_check(search: _Search) -> _FailedCheck | None:
     return None
 
 
-def _places_in_program(compute: Callable[[nnx.State, Any], Any], state: nnx.State, batch: Any, message: str) -> str:
+def _places_in_program(
+    compute: Callable[[nnx.State, PyTree], object], state: nnx.State, batch: PyTree, message: str
+) -> str:
     """Names the lines that may have failed: `checkify` does not know the line of every operation."""
     primitive = "gather" if _OUT_OF_BOUNDS.search(message) else _operation_in(message)
     jaxpr = jax.make_jaxpr(compute)(state, batch).jaxpr

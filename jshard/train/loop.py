@@ -15,10 +15,10 @@ import dataclasses
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 
+from jshard._types import PyTree
 from jshard.errors import RunError
 from jshard.launch import StopSignal, note, phases, set_phase, step_done
 from jshard.recipes.step import Scalars, TrainStep
@@ -28,7 +28,7 @@ from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
 from jshard.train.stop_consensus import StopConsensus
 
-FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]
+FirstLoss = Callable[[int, PyTree, Mapping[str, float]], RunError]
 """Creates the error of a step before any update, from its number, its batch and the scalars that are not finite."""
 
 
@@ -49,7 +49,7 @@ class Fitted:
 
 def fit(
     step: TrainStep,
-    batches: Iterable[Any],
+    batches: Iterable[PyTree],
     *,
     num_steps: int,
     start_step: int = 0,
@@ -116,7 +116,7 @@ class _StepInFlight:
 
     number: int
     scalars: Scalars
-    batch: Any
+    batch: PyTree
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -150,7 +150,7 @@ class _Loop:
     saved_step: int = 0
     is_updated: bool = False
 
-    def run(self, batches: Iterable[Any]) -> Fitted:
+    def run(self, batches: Iterable[PyTree]) -> Fitted:
         """Trains on batches of the host."""
         with contextlib.closing(to_devices(batches, self.step.mesh)) as on_devices:
             try:
@@ -159,7 +159,7 @@ class _Loop:
                 if self.profile is not None:  # the run stopped within the profile
                     self.profile.end()
 
-    def _train(self, batches: Iterator[Any]) -> Fitted:
+    def _train(self, batches: Iterator[PyTree]) -> Fitted:
         done = self.start_step
         self.saved_step = done
         while done < self.num_steps and self.stopped_by is None:
@@ -186,7 +186,7 @@ class _Loop:
             self._agree_to_stop(done, is_idle=True)
         return Fitted(done, self.val_loss, self.stopped_by)
 
-    def _next_batch(self, batches: Iterator[Any], done: int) -> Any:
+    def _next_batch(self, batches: Iterator[PyTree], done: int) -> PyTree:
         """Returns the next batch; None after the last one."""
         try:
             return next(batches, None)
@@ -199,7 +199,7 @@ class _Loop:
                         self._run_hook(hook, done)
             raise
 
-    def _start_step(self, batch: Any, number: int) -> None:
+    def _start_step(self, batch: PyTree, number: int) -> None:
         """Starts a step, within the profile if it is one of its steps, and does not wait for it."""
         profile = self.profile
         if profile is None or number not in profile.steps:
@@ -303,7 +303,7 @@ class _Loop:
         raise self.first_loss(step.number, step.batch, not_finite)
 
 
-def unexplained(step: int, batch: Any, not_finite: Mapping[str, float]) -> RunError:
+def unexplained(step: int, batch: PyTree, not_finite: Mapping[str, float]) -> RunError:
     """Creates the error of a step before any update, if the model is not known."""
     return RunError(
         f"Loss or gradients are NaN/inf at step {step}, before any update.",

@@ -17,13 +17,14 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jshard import launch
 from jshard._processes import all_or_none, exchange
 from jshard._text import human_bytes
+from jshard._types import PyTree
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.errors import reason, unreadable
 from jshard.checkpoint.packed.host_snapshot import Packing
@@ -111,7 +112,7 @@ class MemoryCopies:
             places += f" and of that of process {partners[process]} on {partner.host}"
         say(f"copies in memory: every {every} steps, {human_bytes(part_bytes, 1)} a process, in the memory of {places}")
 
-    def restore(self, *, newer_than: int | None) -> dict[str, Any] | None:
+    def restore(self, *, newer_than: int | None) -> dict[str, PyTree] | None:
         """Returns the state of the newest complete copy; None if there is none that is newer than the step on disk."""
         # All processes try the same copies in the same order: reading one needs all of them.
         for copy in self._complete_copies():
@@ -216,7 +217,7 @@ class MemoryCopies:
                 copies.append((step, run))
         return [_MemoryCopy(run, step) for step, run in sorted(copies, reverse=True)]
 
-    def _read(self, copy: _MemoryCopy) -> dict[str, Any]:
+    def _read(self, copy: _MemoryCopy) -> dict[str, PyTree]:
         """Restores a copy; all processes, or none."""
         name = Path(f"copy in memory of step {copy.step}")
 

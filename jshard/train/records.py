@@ -12,11 +12,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, SupportsFloat
+from typing import NamedTuple, Protocol, SupportsFloat
 
 from jshard._files import open_in_place, open_new, open_regular, replacing
 from jshard._parsing import is_int, is_number, parse_json
 from jshard._paths import expanded
+from jshard._types import Json
 from jshard.errors import RunError, ShardingError, UnsafeFileError
 
 
@@ -106,7 +107,7 @@ def _failure(tracker: Tracker, error: Exception) -> str:
 
 _LINE_BYTES = 1 << 20  # a longer line is damaged; without a bound, a file without newlines would be one line
 
-MetricsLine = dict[str, Any]
+MetricsLine = dict[str, Json]
 """A line of metrics.jsonl: "step" and the scalars by name, None for NaN."""
 
 

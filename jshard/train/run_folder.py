@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import NamedTuple, TypedDict, cast
 
 import jax
 from jax.sharding import Mesh
@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jshard import _processes, launch
 from jshard._files import check_may_write, is_draft, read_json, write_text
 from jshard._paths import expanded
+from jshard._types import Json
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.lookup import place_of
 from jshard.errors import FourPartError, RunError, ShardingError, UnsafeFileError
@@ -55,7 +56,7 @@ _VISIBLE_S = 30.0  # network file systems show the writes of other processes lat
 _LOOK_S = 0.1
 
 
-Failures = Mapping[int, Mapping[str, Any]]
+Failures = Mapping[int, Mapping[str, Json]]
 """The parts of the errors of other processes, by process; see `_processes.all_or_none`."""
 
 
@@ -259,14 +260,14 @@ class RunFolder:
         self.close()
 
     @staticmethod
-    def record(path: str | Path) -> dict[str, Any]:
+    def record(path: str | Path) -> dict[str, Json]:
         """Returns the contents of run.json in a folder."""
-        return cast(dict[str, Any], _read(expanded(path)))
+        return cast(dict[str, Json], _read(expanded(path)))
 
     @staticmethod
-    def options(path: str | Path) -> dict[str, Any]:
+    def options(path: str | Path) -> dict[str, Json]:
         """Returns the options of the last start of the run in a folder."""
-        return cast(dict[str, Any], _read(expanded(path))["options"])
+        return cast(dict[str, Json], _read(expanded(path))["options"])
 
     @staticmethod
     def last_mesh(path: str | Path) -> dict[str, int]:

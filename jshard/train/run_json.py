@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from jshard._parsing import FormError, check_writable_values, checked, shown
+from jshard._types import Json
 from jshard.train.attempts import Attempt, seconds_of
 
 
@@ -44,7 +45,7 @@ class StoredStart(TypedDict):
 class _BegunRun(TypedDict):
     name: str
     model_file: str
-    recipe: dict[str, Any]
+    recipe: dict[str, Json]
     data: StoredData
     options: StoredOptions
     versions: dict[str, str | None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
+from jshard._types import Json
 from jshard.checkpoint.restoring import Extra
 from jshard.data import Data
 from jshard.launch import StallWatch
@@ -56,7 +56,7 @@ class RunOptions:
     name: str = ""
     resume: bool = False
     track: Sequence[str | Tracker] = ()
-    command_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    command_options: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     workers: int = 0
     sample_tokens: int = 256
     profile: range | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from jshard._types import Json
 from jshard.data import Data
 from jshard.errors import ShardingError
 from jshard.recipes.recipe import tree
@@ -51,10 +52,10 @@ class RunRecord:
     """
 
     name: str
-    recipe: Mapping[str, Any]
+    recipe: Mapping[str, Json]
     model_file: str
     data: StoredData
-    options: Mapping[str, Any]
+    options: Mapping[str, Json]
 
     @classmethod
     def of(
@@ -64,7 +65,7 @@ class RunRecord:
         name: str,
         model_file: str | Path,
         data: Data,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Json] | None = None,
     ) -> RunRecord:
         """Creates the record of a recipe (a dataclass) on data with a description and a fingerprint."""
         return cls(
@@ -75,7 +76,7 @@ class RunRecord:
             options=tree(options or {}),
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """Returns the record in the form of the file."""
         record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return record | {SEAL: sealed(self.model_file)}

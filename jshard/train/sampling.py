@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from jshard._types import PyTree
 from jshard.data import Data
 from jshard.engine.context import global_view
 from jshard.errors import ShardingError
@@ -24,7 +25,7 @@ from jshard.recipes.step import inference_view
 
 _PROMPT_TOKENS = 32
 
-Cache = Any
+Cache = PyTree
 """What a model keeps of the tokens before: a pytree of arrays, and None before the first."""
 
 

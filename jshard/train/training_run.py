@@ -17,6 +17,7 @@ from jshard import launch
 from jshard._files import write_text
 from jshard._live import Work, at_work
 from jshard._text import counted
+from jshard._types import PyTree
 from jshard.api.loss_scale import loss_scale_of
 from jshard.checkpoint.buckets import Place
 from jshard.data import Loader
@@ -210,7 +211,7 @@ class TrainingRun:
         return hooks
 
     def _first_loss(
-        self, trained: TrainStep, start_step: int, step: int, batch: Any, not_finite: Mapping[str, float]
+        self, trained: TrainStep, start_step: int, step: int, batch: PyTree, not_finite: Mapping[str, float]
     ) -> RunError:
         """Looks for the cause with the parameters from before the step, whose arrays are freed first."""
         launch.set_phase("searching for a NaN")  # a phase without a deadline: it runs one operation at a time
