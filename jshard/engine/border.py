@@ -57,7 +57,7 @@ def arrays_of(tree: PyTree) -> dict[str, Any]:
     return arrays
 
 
-def opened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
+def opened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[object]], PyTree]]:
     """Returns the arrays among the leaves of a tree and of its objects, and a function that puts them together again.
 
     Without objects among its leaves, all of them count as arrays.
@@ -69,12 +69,12 @@ def opened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]
     apart = take_apart(tree, has_arrays, numpy_enters=True)
     if not apart.objects:
 
-        def with_leaves(leaves: Sequence[Leaf]) -> PyTree:
+        def with_leaves(leaves: Sequence[object]) -> PyTree:
             return apart.form.together(leaves, [])
 
         return apart.leaves, with_leaves
 
-    def together(arrays: Sequence[Leaf]) -> PyTree:
+    def together(arrays: Sequence[object]) -> PyTree:
         remaining = iter(arrays)
         leaves = [next(remaining) if is_any_array(x) else x for x in apart.leaves]
         return apart.form.together(leaves, [])
@@ -159,13 +159,13 @@ class Arguments:
         leaves = [Given(numbers[id(x)]) if id(x) in numbers else x for x in after.leaves]
         return dataclasses.replace(after, leaves=leaves)
 
-    def write(self, form: Form, leaves: Iterable[Leaf]) -> None:
+    def write(self, form: Form, leaves: Iterable[object]) -> None:
         """Gives the caller's lists, dicts and objects the contents that the method gave to its own."""
         callers_leaves = self._apart(self._callers).leaves
         new_leaves = [callers_leaves[x.number] if isinstance(x, Given) else x for x in leaves]
         assign(self._callers, form.together(new_leaves, []))
 
-    def result(self, form: Form, leaves: Iterable[Leaf]) -> PyTree:
+    def result(self, form: Form, leaves: Iterable[object]) -> PyTree:
         """Returns a result of the method; an argument in it is the caller's."""
         leaves = list(leaves)
         callers_objects: Sequence[object] = ()
@@ -197,7 +197,7 @@ def results(out: PyTree, live: LiveArguments, where: str) -> Apart:
     return apart
 
 
-def _are_same(new_leaves: Sequence[Leaf], old_leaves: Sequence[Leaf]) -> bool:
+def _are_same(new_leaves: Sequence[object], old_leaves: Sequence[object]) -> bool:
     if len(new_leaves) != len(old_leaves):
         return False
     return all(_is_same(new, old) for new, old in zip(new_leaves, old_leaves, strict=True))
@@ -223,7 +223,7 @@ class _OpaqueArray:
     array: AnyArray
 
 
-def _opaque_arrays(leaves: Sequence[Leaf]) -> Iterator[_OpaqueArray]:
+def _opaque_arrays(leaves: Sequence[object]) -> Iterator[_OpaqueArray]:
     for leaf in leaves:
         is_module = isinstance(leaf, (nnx.Pytree, nnx.Variable)) or _compat.is_linen_module(leaf)
         if is_any_array(leaf) or is_module:

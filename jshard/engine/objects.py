@@ -21,7 +21,7 @@ import numpy as np
 from jshard import _compat
 from jshard.engine.values import AnyArray, Leaf, PyTree, TreeDef
 
-IsLeaf = Callable[[Leaf], bool] | None
+IsLeaf = Callable[[object], bool] | None
 Part = tuple[str, object]
 """A value inside another one, behind the Python text of its access, such as `.mean` or `[0]`."""
 
@@ -200,7 +200,7 @@ class Form:
     tree: TreeDef
     objects: tuple[ObjectForm | None, ...]
 
-    def together(self, leaves: Iterable[Leaf], made: list[object], arguments: Sequence[object] = ()) -> PyTree:
+    def together(self, leaves: Iterable[object], made: list[object], arguments: Sequence[object] = ()) -> PyTree:
         """Returns the tree that has these leaves.
 
         Args:
@@ -241,7 +241,7 @@ class Constant:
         return id(self.value)
 
 
-def _value_of(leaf: Leaf, made: list[object], arguments: Sequence[object]) -> object:
+def _value_of(leaf: object, made: list[object], arguments: Sequence[object]) -> object:
     """Returns what a leaf stands for."""
     if isinstance(leaf, Again):
         objects = arguments if leaf.is_argument else made
@@ -251,7 +251,7 @@ def _value_of(leaf: Leaf, made: list[object], arguments: Sequence[object]) -> ob
     return leaf
 
 
-def _new_object(form: ObjectForm, leaves: Iterator[Leaf], made: list[object], arguments: Sequence[object]) -> object:
+def _new_object(form: ObjectForm, leaves: Iterator[object], made: list[object], arguments: Sequence[object]) -> object:
     """Returns a new object: it exists before its values, which may refer to it."""
     make: Any = form.kind.__new__  # without `__init__`, which would compute its attributes again, from other arguments
     new = make(form.kind)

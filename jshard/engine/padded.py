@@ -59,8 +59,8 @@ class _Replaced:
     """A variable that holds another value for the time of a call."""
 
     variable: nnx.Variable
-    before: PyTree
-    during: PyTree
+    before: object
+    during: object
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ MethodResult: TypeAlias = Any
 """What the user's method returns; in an adapter of another kind of module, with what it changed."""
 
 TreeDef: TypeAlias = Any
-"""The structure of a tree: a `jax.tree_util.PyTreeDef`, which JAX does not export as a type."""
+"""The structure of a tree: a `jax.tree_util.PyTreeDef`, which JAX does not declare as a type."""
 
 AnyArray: TypeAlias = jax.Array | np.ndarray
+"""An array of JAX, traced or not, or of NumPy."""
 
 
 def is_nnx(x: object) -> bool:
