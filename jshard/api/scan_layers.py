@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jshard._types import PyTree
-from jshard.engine.method_call import FlatState, MethodCall, Snapshot
+from jshard.engine.method_call import MethodCall, Snapshot, Variables
 from jshard.engine.units import in_region_trace
 from jshard.engine.values import raw
 from jshard.errors import CallError
@@ -148,7 +148,7 @@ class _Stack:
         """Returns the arguments that a layer has for itself: its row of `xs`, if there are any."""
         return () if self.xs is None else (layer_row,)
 
-    def write_back(self, changes: FlatState) -> None:
+    def write_back(self, changes: Variables) -> None:
         """Writes changed state, with a row per layer, back to the layers."""
         for layer, call in enumerate(self.calls):
             state = []
@@ -178,7 +178,7 @@ def _run_in_python(stack: _Stack) -> PyTree:
 def _run_in_scan(stack: _Stack) -> PyTree:
     """Runs the layers in one scan, and writes changed state back to them."""
     call = stack.call
-    changed_state: FlatState = []
+    changed_state: Variables = []
 
     def layer(x: PyTree, rows: Rows) -> tuple[PyTree, tuple[PyTree, list[jax.Array]]]:
         params, state, layer_row = rows

@@ -3,7 +3,7 @@
 import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.context import during
 from jshard.engine.gathers import gather
 from jshard.engine.gradient_sums import reduce_gradient
@@ -39,7 +40,7 @@ from jshard.plans.placement import Placement
 from jshard.plans.policies import is_real_float
 from jshard.plans.units import Unit
 
-PyTree = Any
+T = TypeVar("T")
 
 
 def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
@@ -267,7 +268,7 @@ class GatheredOnce:
         """Returns the spec of an array with a row for each data shard."""
         return PartitionSpec(region_axes(self.mesh))
 
-    def _shard_map(self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def _shard_map(self, function: Callable[..., T], *, in_specs: PyTree, out_specs: PyTree) -> Callable[..., T]:
         mesh = self._concrete_mesh()
         return jax.shard_map(
             function,

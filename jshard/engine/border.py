@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.context import region_mesh
 from jshard.engine.objects import (
     LIBRARIES,
@@ -33,19 +34,20 @@ from jshard.engine.objects import (
     or_iterator,
     take_apart,
 )
+from jshard.engine.values import AnyArray, Leaf
 from jshard.errors import CallError
 
-Callers = tuple[tuple, Mapping[str, Any]]
+Callers = tuple[tuple, Mapping[str, object]]
 
 # ---- trees of values
 
 
-def opens_result(x: Any) -> bool:
+def opens_result(x: object) -> bool:
     """Returns whether a result is taken apart: a record with traced arrays."""
     return is_record(x) and holds(x, is_traced)
 
 
-def arrays_of(tree: Any) -> dict[str, Any]:
+def arrays_of(tree: PyTree) -> dict[str, Any]:
     """Returns the arrays of a tree, also of the records among its leaves, by their paths as Python writes them."""
     arrays: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -56,24 +58,24 @@ def arrays_of(tree: Any) -> dict[str, Any]:
     return arrays
 
 
-def opened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def opened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[object]], PyTree]]:
     """Returns the arrays among the leaves of a tree and of its objects, and a function that puts them together again.
 
     Without objects among its leaves, all of them count as arrays.
     """
 
-    def has_arrays(x: Any) -> bool:
+    def has_arrays(x: object) -> bool:
         return holds(x, is_any_array)
 
     apart = take_apart(tree, has_arrays, numpy_enters=True)
     if not apart.objects:
 
-        def with_leaves(leaves: Sequence[Any]) -> Any:
+        def with_leaves(leaves: Sequence[object]) -> PyTree:
             return apart.form.together(leaves, [])
 
         return apart.leaves, with_leaves
 
-    def together(arrays: Sequence[Any]) -> Any:
+    def together(arrays: Sequence[object]) -> PyTree:
         remaining = iter(arrays)
         leaves = [next(remaining) if is_any_array(x) else x for x in apart.leaves]
         return apart.form.together(leaves, [])
@@ -103,7 +105,7 @@ class LiveArguments:
     """
 
     args: tuple
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     before: Apart
     held: frozenset[int]
 
@@ -121,7 +123,7 @@ class Arguments:
     def __init__(
         self,
         args: tuple,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         callers: Callers,
         *,
         is_leaf: IsLeaf = None,
@@ -138,7 +140,7 @@ class Arguments:
         self.leaves = apart.leaves
         self.form = apart.form
 
-    def live(self, args: tuple, kwargs: dict[str, Any]) -> LiveArguments:
+    def live(self, args: tuple, kwargs: dict[str, object]) -> LiveArguments:
         """Returns the arguments that the method is about to get, put together by `form` and bound by the adapter."""
         before = self._apart((args, kwargs))
         arrays = _opaque_arrays(before.leaves)
@@ -158,30 +160,30 @@ class Arguments:
         leaves = [Given(numbers[id(x)]) if id(x) in numbers else x for x in after.leaves]
         return dataclasses.replace(after, leaves=leaves)
 
-    def write(self, form: Form, leaves: Iterable[Any]) -> None:
+    def write(self, form: Form, leaves: Iterable[object]) -> None:
         """Gives the caller's lists, dicts and objects the contents that the method gave to its own."""
         callers_leaves = self._apart(self._callers).leaves
         new_leaves = [callers_leaves[x.number] if isinstance(x, Given) else x for x in leaves]
         assign(self._callers, form.together(new_leaves, []))
 
-    def result(self, form: Form, leaves: Iterable[Any]) -> Any:
+    def result(self, form: Form, leaves: Iterable[object]) -> PyTree:
         """Returns a result of the method; an argument in it is the caller's."""
         leaves = list(leaves)
-        callers_objects: Sequence[Any] = ()
+        callers_objects: Sequence[object] = ()
         if any(isinstance(x, Again) for x in leaves):
             callers_objects = self._apart(self._callers).objects
         return form.together(leaves, [], callers_objects)
 
-    def _apart(self, tree: Any) -> Apart:
+    def _apart(self, tree: PyTree) -> Apart:
         is_searched = is_any_array if self._numpy_enters else is_jax_array
 
-        def has_arrays(x: Any) -> bool:
+        def has_arrays(x: object) -> bool:
             return holds(x, is_searched)
 
         return take_apart(tree, has_arrays, is_leaf=self._is_leaf, numpy_enters=self._numpy_enters)
 
 
-def results(out: Any, live: LiveArguments, where: str) -> Apart:
+def results(out: PyTree, live: LiveArguments, where: str) -> Apart:
     """Returns the results of a method, taken apart.
 
     Raises:
@@ -196,13 +198,13 @@ def results(out: Any, live: LiveArguments, where: str) -> Apart:
     return apart
 
 
-def _are_same(new_leaves: Sequence[Any], old_leaves: Sequence[Any]) -> bool:
+def _are_same(new_leaves: Sequence[object], old_leaves: Sequence[object]) -> bool:
     if len(new_leaves) != len(old_leaves):
         return False
     return all(_is_same(new, old) for new, old in zip(new_leaves, old_leaves, strict=True))
 
 
-def _is_same(new: Any, old: Any) -> bool:
+def _is_same(new: object, old: object) -> bool:
     return new is old or (isinstance(new, (Again, Constant)) and new == old)
 
 
@@ -217,12 +219,12 @@ def _are_equal(form: Form, other: Form) -> bool:
 class _OpaqueArray:
     """A traced array that a leaf refers to which is not an array."""
 
-    leaf: Any
+    leaf: object
     access: str  # the Python text that leads to it
-    array: Any
+    array: AnyArray
 
 
-def _opaque_arrays(leaves: Sequence[Any]) -> Iterator[_OpaqueArray]:
+def _opaque_arrays(leaves: Sequence[object]) -> Iterator[_OpaqueArray]:
     for leaf in leaves:
         is_module = isinstance(leaf, (nnx.Pytree, nnx.Variable)) or _compat.is_linen_module(leaf)
         if is_any_array(leaf) or is_module:
@@ -264,7 +266,7 @@ def _described(opaque: _OpaqueArray) -> str:
     return f"{opaque.access.strip()}: {array.dtype}{list(array.shape)}"
 
 
-def _registration(x: Any, kind: str) -> str:
+def _registration(x: object, kind: str) -> str:
     """Returns the lines that make a class known to JAX, or advice for a result that has no class of its own."""
     is_of_library = type(x).__module__.partition(".")[0] in LIBRARIES
     if is_of_library or isinstance(x, types.FunctionType):

@@ -74,7 +74,7 @@ def without_update() -> AbstractContextManager[None]:
     return _no_update(True)
 
 
-def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimizer]]) -> list[Any]:
+def guard(values: Sequence[jax.Array], padded: Mapping[int, tuple[str, LogicalOptimizer]]) -> list[jax.Array]:
     """Stored parameters; differentiating a padded one raises while an optimizer would see the padding.
 
     `padded` has those by position, each with its name for messages and the optimizer of its model.
@@ -88,12 +88,14 @@ def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimize
     # An identity whose derivative raises. Only differentiation says that a gradient is asked for: to look at who calls
     # is to guess.
     @jax.custom_jvp
-    def guarded(arrays: list[Any]) -> list[Any]:
+    def guarded(arrays: list[jax.Array]) -> list[jax.Array]:
         return arrays
 
     # Symbolic zeros: by them the rule sees which parameters are differentiated, and which only beside others.
     @functools.partial(guarded.defjvp, symbolic_zeros=True)
-    def differentiated(arrays: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[list[Any], list[Any]]:
+    def differentiated(
+        arrays: tuple[list[jax.Array]], tangents: tuple[list[jax.Array | SymbolicZero]]
+    ) -> tuple[list[jax.Array], list[Any]]:
         refused = []
         for (text, optimizer), tangent in zip(unguarded.values(), tangents[0], strict=True):
             is_differentiated = not isinstance(tangent, SymbolicZero)

@@ -7,16 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jshard import _compat, _processes
+from jshard.engine.values import AnyArray
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import num_processes
 
 _SHORT = 16  # elements of a constant in a program's text: longer ones are compared by their bytes
 
 
-def created(make: Callable[[], list[Any]], shardings: Sequence[Any], mesh: Mesh, where: str) -> list[jax.Array]:
+def created(
+    make: Callable[[], list[jax.Array]], shardings: Sequence[Sharding], mesh: Mesh, where: str
+) -> list[jax.Array]:
     """The arrays that a function makes, with these shardings.
 
     Several processes first compare the program: each runs it for its own shards, and where seeds differ, an array
@@ -59,7 +62,7 @@ def program_digest(lowered: jax.stages.Lowered) -> str:
     return hashlib.sha256(module.operation.get_asm(large_elements_limit=_SHORT).encode()).hexdigest()
 
 
-def constants_digest(constants: Iterable[Any]) -> str:
+def constants_digest(constants: Iterable[AnyArray]) -> str:
     """A hash of a program's constants; of an array that several processes hold parts of, only its type."""
     digest = hashlib.sha256()
     for constant in constants:

@@ -10,7 +10,6 @@ the names that the function gave to its results and residuals.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +37,14 @@ def differentiable(body: Body) -> Callable[..., list[jax.Array]]:
     def call(*arrays: jax.Array) -> list[jax.Array]:
         return per_example_p.bind(*arrays, body=body)
 
-    def forward(*arrays: jax.Array) -> tuple[list[jax.Array], Any]:
+    def forward(*arrays: jax.Array) -> tuple[list[jax.Array], tuple[list[jax.Array], "_Static"]]:
         derivative = _Derivative(body, [jax.typeof(x) for x in arrays])
         outs, saved = derivative.forward(arrays)
         return outs, (saved, _Static(derivative))
 
-    def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
+    def backward(
+        residuals: tuple[list[jax.Array], "_Static"], cotangents: list[jax.Array]
+    ) -> tuple[jax.Array | None, ...]:
         saved, derivative = residuals
         return derivative.value.backward(saved, cotangents)
 

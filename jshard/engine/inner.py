@@ -12,7 +12,7 @@ everywhere but in the interpretation over its axis.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import jax
 from jax import lax
@@ -29,6 +29,8 @@ from jshard.engine.rules import IN_ALL, PARTIAL, State, Value, rule, same
 from jshard.plans.mesh import TENSOR
 
 # ---- the instruction
+
+IrValue = TypeVar("IrValue")
 
 FUSED = "fused"
 over_axis_p = jex.Primitive("over_axis")
@@ -52,7 +54,7 @@ def _result_type(x: ShapedArray, *, axis: str, dim: int | str | None, tensor_dim
     return x
 
 
-def _lower(context: mlir.LoweringRuleContext, x: Any, **params: Any) -> list[Any]:
+def _lower(context: mlir.LoweringRuleContext, x: IrValue, **params: object) -> list[IrValue]:
     return [x]
 
 
@@ -61,12 +63,12 @@ mlir.register_lowering(over_axis_p, _lower)
 
 def _batched(
     xs: Sequence[jax.Array], dims: Sequence[int], *, axis: str, dim: int | str | None, tensor_dim: int | None
-) -> tuple[Any, int]:
+) -> tuple[jax.Array, int]:
     """Binds the instruction to an array with one more dim, which `jax.vmap` has inserted."""
     (x,) = xs
     (batch_dim,) = dims
 
-    def shifted(number: Any) -> Any:
+    def shifted(number: int | str | None) -> int | str | None:
         if isinstance(number, int) and batch_dim <= number:
             return number + 1
         return number  # before the new dim; or not the number of a dim

@@ -7,18 +7,21 @@ Snapshot      is what the copy held before the method ran, to know what the meth
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine import border
-from jshard.engine.values import is_array, is_nnx, raw, with_value
+from jshard.engine.values import AnyArray, Leaf, MethodResult, is_array, is_nnx, raw, with_value
 from jshard.errors import CallError
 from jshard.plans.units import Path, dotted, plain_class, walk
 
-FlatState = list[tuple[Path, Any]]
+Variables = list[tuple[Path, nnx.Variable]]
+"""Variables by path."""
+
+FlatState = list[tuple[Path, nnx.Variable | AnyArray]]
 """Variables by path; an array that is a plain attribute of a module stands for itself."""
 
 
@@ -33,19 +36,19 @@ class Live:
         kwargs: the keyword arguments.
     """
 
-    graph: tuple[nnx.Module, tuple[Any, ...]]
+    graph: tuple[nnx.Module, tuple[Leaf, ...]]
     args: tuple
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
 
     @property
     def module(self) -> nnx.Module:
         """The module whose method runs."""
         return self.graph[0]
 
-    def contents(self) -> tuple[FlatState, dict[Path, Any]]:
+    def contents(self) -> tuple[Variables, dict[Path, object]]:
         """Returns the variables, and the values of plain attributes, by path."""
-        variables: FlatState = []
-        attributes: dict[Path, Any] = {}
+        variables: Variables = []
+        attributes: dict[Path, object] = {}
         for path, x in walk(self.graph, settings=True):
             is_setting = type(x) in _compat.SETTINGS
             if isinstance(x, nnx.Variable) and not is_setting:
@@ -71,7 +74,9 @@ class MethodCall:
         state: their other variables.
     """
 
-    def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, module: nnx.Module, method: Callable[..., MethodResult], args: tuple, kwargs: dict[str, object]
+    ) -> None:
         self.method = method
         self.where = f"{plain_class(module).__name__}.{method.__name__}"
         self.arguments = border.Arguments(args, kwargs, (args, kwargs), is_leaf=is_nnx)
@@ -84,7 +89,7 @@ class MethodCall:
         self.graph = (module, tuple(self._leaves[i] for i in self._object_positions))
         # Parameters apart from other variables: they enter as stored shards, with a plan and a gradient.
         self._graphdef, params, state = nnx.split(self.graph, nnx.Param, ...)
-        self.params: FlatState = list(nnx.to_flat_state(params))
+        self.params: list[tuple[Path, nnx.Param]] = list(nnx.to_flat_state(params))
         self.state: FlatState = list(nnx.to_flat_state(state))
 
     def key(self) -> Hashable:
@@ -110,8 +115,8 @@ class MethodCall:
             return "their attributes or annotations differ."
         return ""
 
-    def _types(self) -> dict[Path, Any]:
-        def type_of(x: Any) -> str:
+    def _types(self) -> dict[Path, PyTree]:
+        def type_of(x: AnyArray) -> str:
             return f"{x.dtype}{list(x.shape)}"
 
         return {path: jax.tree.map(type_of, raw(variable)) for path, variable in self.params + self.state}
@@ -137,7 +142,7 @@ class MethodCall:
         args, kwargs = self.arguments.form.together(leaves, [])
         return Live(graph, args, kwargs)
 
-    def write_back(self, changes: FlatState) -> None:
+    def write_back(self, changes: Variables) -> None:
         """Writes the changes of the call to the caller's objects; a variable that is new becomes an attribute."""
         if not changes:
             return  # the usual case: a walk over a large model takes time
@@ -158,8 +163,8 @@ _PLAIN_VALUES = (str, bytes, int, float, complex)
 class Snapshot:
     """The contents of a live graph before its method ran: of variables, and of plain attributes."""
 
-    values: dict[Path, Any]
-    attributes: dict[Path, Any]
+    values: dict[Path, PyTree]
+    attributes: dict[Path, object]
 
     @classmethod
     def of(cls, live: Live) -> "Snapshot":
@@ -167,7 +172,7 @@ class Snapshot:
         variables, attributes = live.contents()
         return cls({path: variable.get_raw_value() for path, variable in variables}, attributes)
 
-    def changed_variables(self, live: Live, where: str) -> FlatState:
+    def changed_variables(self, live: Live, where: str) -> Variables:
         """Returns the variables that the method changed or created, including parameters.
 
         Raises:
@@ -185,7 +190,7 @@ class Snapshot:
                 why="the call runs on a copy of the module; only nnx Variables are copied back.",
                 do="self.count = nnx.Variable(jnp.zeros((), int))  # keep it in a variable",
             )
-        changed: FlatState = []
+        changed: Variables = []
         for path, variable in variables:
             if not _has_same_leaves(variable.get_raw_value(), self.values.get(path)):
                 changed.append((path, variable))
@@ -208,7 +213,7 @@ class Snapshot:
             texts.append(f"{dotted(path[1:])}  {names[0]}{more}")
         return texts
 
-    def changed_state(self, live: Live, where: str) -> FlatState:
+    def changed_state(self, live: Live, where: str) -> Variables:
         """Returns the variables that the method changed or created; raises if a parameter is among them."""
         changed = self.changed_variables(live, where)
         written = [f"{where}: {dotted(path[1:])}" for path, v in changed if isinstance(v, nnx.Param)]
@@ -220,7 +225,7 @@ class Snapshot:
             )
         return changed
 
-    def _has_attribute(self, path: Path, x: Any) -> bool:
+    def _has_attribute(self, path: Path, x: object) -> bool:
         if path not in self.attributes:
             return False
         before = self.attributes[path]
@@ -252,7 +257,7 @@ def parameter_written(places: Sequence[str], *, why: str, do: str) -> CallError:
     return CallError("A parameter was written inside the call.", where=places, why=why, do=do)
 
 
-def _has_same_leaves(a: Any, b: Any) -> bool:
+def _has_same_leaves(a: PyTree, b: PyTree) -> bool:
     """Returns whether two values consist of the same arrays; by identity, as traced ones have no values."""
     a_leaves = jax.tree.leaves(a)
     b_leaves = jax.tree.leaves(b)

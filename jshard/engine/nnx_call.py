@@ -4,17 +4,18 @@ import contextvars
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jshard._types import PyTree, TreeDef
 from jshard.engine import border
 from jshard.engine.context import during, parameters_are_fixed, region_mesh
-from jshard.engine.method_call import FlatState, Live, MethodCall, Snapshot, parameter_written
+from jshard.engine.method_call import Live, MethodCall, Snapshot, Variables, parameter_written
 from jshard.engine.padded import PaddedCandidate, guarded
-from jshard.engine.values import is_array, raw
+from jshard.engine.values import Leaf, MethodResult, is_array, raw
 from jshard.plans.call_checks import check_has_arrays, check_stored, warn_of_unplanned
 from jshard.plans.checks import check_axes_are_placed
 from jshard.plans.memories import place_variable, stored_array
@@ -39,7 +40,7 @@ from jshard.plans.units import (
     walk,
 )
 
-_unit_names: contextvars.ContextVar[Mapping[Any, str]] = contextvars.ContextVar("unit_names")
+_unit_names: contextvars.ContextVar[Mapping[int | type, str]] = contextvars.ContextVar("unit_names")
 """Paths of units from the root; of one of equal layers, with `*` for its number."""
 
 
@@ -90,7 +91,9 @@ class _PlannedParam:
 class NnxCall:
     """A call of a method of an annotated module: `jshard.engine.trace.Call`."""
 
-    def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, module: nnx.Module, method: Callable[..., MethodResult], args: tuple, kwargs: dict[str, object]
+    ) -> None:
         parts = MethodCall(module, method, args, kwargs)
         # By the module; by its class where a loop has made a copy of it, which has another id.
         names = _unit_names.get({})
@@ -122,7 +125,7 @@ class NnxCall:
         self.written: Sequence[str] = ()
         self._written_paths: list[Path] = []
 
-    def guarded(self, values: Sequence[Any]) -> list[Any]:
+    def guarded(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the input parameters; gradients of padded ones are refused if an optimizer would see the padding."""
         # `values` may be copies that were gathered beforehand, which are padded no more; what counts is the variable.
         candidates = []
@@ -151,7 +154,7 @@ class NnxCall:
 
     # ---- inside the trace
 
-    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def body(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs the method on a copy of the module.
 
         Args:
@@ -176,7 +179,7 @@ class NnxCall:
         result_arrays, result_leaves = _divided(results.leaves)
         changed_arguments = self._parts.arguments.changes(arguments, self.location)
         argument_form = None
-        leaves_of_arguments: Sequence[Any] = ()
+        leaves_of_arguments: Sequence[Leaf] = ()
         if changed_arguments is not None:
             argument_form = changed_arguments.form
             leaves_of_arguments = changed_arguments.leaves
@@ -190,7 +193,7 @@ class NnxCall:
         values_before, values_after = self._written_values(before, written)
         return result_arrays, [*state_arrays, *argument_arrays, *values_before, *values_after]
 
-    def _live(self, params: Sequence[Any], inputs: Sequence[Any]) -> Live:
+    def _live(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Live:
         unplanned, state = jax.tree.unflatten(self._state_tree, inputs[: self.num_state])
         planned = dict(zip(self._planned, params, strict=True))
         others = iter(unplanned)
@@ -202,7 +205,9 @@ class NnxCall:
                 store(node, None, node.get_raw_value())  # inside, arrays are logical
         return live
 
-    def _written_values(self, before: Snapshot, written: FlatState) -> tuple[list[Any], list[Any]]:
+    def _written_values(
+        self, before: Snapshot, written: Sequence[tuple[Path, nnx.Param]]
+    ) -> tuple[list[PyTree], list[PyTree]]:
         """Returns the values of written parameters before and after; raises if a value has no place in the model."""
         self._written_paths = [path for path, _ in written]
         self.written = [f"{self.location}: {dotted(path[1:])}" for path in self._written_paths]
@@ -227,7 +232,7 @@ class NnxCall:
         paths = tuple(self._written_paths[i] for i in numbers)
         self.result = dataclasses.replace(self.result, written=paths)
 
-    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+    def without_passed(self, outs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the outputs of a run of `body` without a trace of its own.
 
         Of the written parameters it has only the values of those that the call has changed.
@@ -252,7 +257,7 @@ class NnxCall:
 
     # ---- after the trace
 
-    def finish(self, outs: Sequence[Any], result: "Outcome") -> Any:
+    def finish(self, outs: Sequence[jax.Array], result: "Outcome") -> MethodResult:
         """Writes state back to the caller's objects, and returns the method's result."""
         # In the order in which `body` has returned them; each reader takes its part.
         arrays = iter(outs)
@@ -265,7 +270,7 @@ class NnxCall:
         self._write_parameters(dict(zip(result.written, arrays, strict=True)))
         return self._parts.arguments.result(result.results, leaves)
 
-    def _write_parameters(self, values: Mapping[Path, Any]) -> None:
+    def _write_parameters(self, values: Mapping[Path, jax.Array]) -> None:
         """Writes parameters that the call has changed, as Flax's WeightNorm does; outside the model in their places."""
         if not values:
             return
@@ -280,7 +285,7 @@ class NnxCall:
                 x = stored_array(x, param.placement, param.unit.mesh)
             variables[path].set_raw_value(x)
 
-    def _check_written(self, values: Mapping[Path, Any]) -> None:
+    def _check_written(self, values: Mapping[Path, jax.Array]) -> None:
         """Raises for parameters that would lose digits, or that further microbatches would not see."""
         places = {path: f"{self.where}: {dotted(path[1:])}" for path in values}
         rounded = []
@@ -302,7 +307,7 @@ class NnxCall:
                 do="js.value_and_grad(loss_fn, accumulate=1)",
             )
 
-    def _rounding(self, path: Path, written: Any) -> str:
+    def _rounding(self, path: Path, written: jax.Array) -> str:
         """Says in which dtype a written parameter was read or computed; empty if in the one that it is stored in."""
         stored = str(self._stored(path).dtype)
         dtypes = [str(written.dtype)]
@@ -317,7 +322,7 @@ class NnxCall:
     def _planned_by_path(self) -> dict[Path, _PlannedParam]:
         return {param.path: param for param in self._planned.values()}
 
-    def _stored(self, path: Path) -> Any:
+    def _stored(self, path: Path) -> jax.Array:
         return raw(dict(self._parts.params)[path])
 
 
@@ -339,14 +344,14 @@ class Outcome:
 
     results: border.Form
     result_leaves: Sequence[tuple | None]
-    state: FlatState
-    state_tree: Any
+    state: Variables
+    state_tree: TreeDef
     arguments: border.Form | None
     argument_leaves: Sequence[tuple | None]
     written: tuple[Path, ...]
 
 
-def _divided_params(parts: MethodCall) -> tuple[dict[int, _PlannedParam], list[Any]]:
+def _divided_params(parts: MethodCall) -> tuple[dict[int, _PlannedParam], list[PyTree]]:
     """Returns the planned parameters of a call, by position among all, and the values of the others."""
     planned = {}
     unplanned = []
@@ -359,7 +364,7 @@ def _divided_params(parts: MethodCall) -> tuple[dict[int, _PlannedParam], list[A
     return planned, unplanned
 
 
-def _stored_params(planned: Sequence[_PlannedParam]) -> list[Any]:
+def _stored_params(planned: Sequence[_PlannedParam]) -> list[jax.Array]:
     """Returns the parameters of an outermost call as they are stored, and places those that are elsewhere."""
     for param in planned:
         place_variable(param.variable, param.placement, param.unit.mesh)
@@ -367,9 +372,9 @@ def _stored_params(planned: Sequence[_PlannedParam]) -> list[Any]:
     return [_as_stored(raw(param.variable), param.placement) for param in planned]
 
 
-def _divided(leaves: Sequence[Any]) -> tuple[list[Any], list[tuple | None]]:
+def _divided(leaves: Sequence[Leaf]) -> tuple[list[jax.Array], list[tuple | None]]:
     """Returns the arrays among leaves, and the other leaves in their places."""
-    arrays: list[Any] = []
+    arrays: list[jax.Array] = []
     static: list[tuple | None] = []
     for leaf in leaves:
         if is_array(leaf):
@@ -380,31 +385,31 @@ def _divided(leaves: Sequence[Any]) -> tuple[list[Any], list[tuple | None]]:
     return arrays, static
 
 
-def _joined(static: Sequence[tuple | None], arrays: Iterator[Any]) -> list[Any]:
+def _joined(static: Sequence[tuple | None], arrays: Iterator[jax.Array]) -> list[Leaf]:
     """Returns leaves that `_divided` has divided."""
     return [next(arrays) if leaf is None else leaf[0] for leaf in static]
 
 
-def _have_one_form(x: Any, y: Any) -> bool:
+def _have_one_form(x: PyTree, y: PyTree) -> bool:
     """Returns whether two values of a parameter are arrays of one shape."""
     return is_array(x) and is_array(y) and x.shape == y.shape
 
 
-def _as_stored(x: Any, placement: Placement) -> Any:
+def _as_stored(x: jax.Array, placement: Placement) -> jax.Array:
     padding = Padding.of(placement)
     if padding is None or x.shape != placement.shape:
         return x
     return padding.pad(x)
 
 
-def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
+def _names_inside(module: nnx.Module, name: str) -> dict[int | type, str]:
     """Returns the paths of the inner units from the root, by id of their modules.
 
     By class, too: a loop makes copies of its layers, which have other ids. Where several units have one class, the
     path has no number.
     """
     prefix = f"{name}/" if name else ""
-    names: dict[Any, str] = {}
+    names: dict[int | type, str] = {}
     for path, unit in nested_units(module):
         if not path:
             continue
@@ -415,7 +420,7 @@ def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
     return names
 
 
-def _module_around(parts: MethodCall, path: Path) -> tuple[Any, Path]:
+def _module_around(parts: MethodCall, path: Path) -> tuple[Leaf, Path]:
     """Returns the module of a parameter, the called one or one among the arguments, and the path from there."""
     module, objects = parts.graph
     if path[0] == 0:

@@ -12,16 +12,18 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 
 from jshard import _compat
+from jshard._types import PyTree, TreeDef
+from jshard.engine.values import AnyArray, Leaf
 
-IsLeaf = Callable[[Any], bool] | None
-Part = tuple[str, Any]
+IsLeaf = Callable[[object], bool] | None
+Part = tuple[str, object]
 """A value inside another one, behind the Python text of its access, such as `.mean` or `[0]`."""
 
 _MOST_OBJECTS = 10_000  # visited in search of arrays: a model's settings may refer to half of the program
@@ -32,22 +34,22 @@ _VALUES = (str, bytes, int, float, complex, type, types.ModuleType, np.generic, 
 # ---- what an object holds
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Returns whether a value is an array of a trace."""
     return _compat.is_tracer(x)
 
 
-def is_jax_array(x: Any) -> bool:
+def is_jax_array(x: object) -> bool:
     """Returns whether a value is an array of JAX, traced or not."""
     return isinstance(x, jax.Array)
 
 
-def is_any_array(x: Any) -> bool:
+def is_any_array(x: object) -> TypeGuard[AnyArray]:
     """Returns whether a value is an array of JAX or NumPy."""
     return isinstance(x, (jax.Array, np.ndarray))
 
 
-def held(x: Any, is_searched: Callable[[Any], bool], *, in_functions: bool) -> Iterator[Part]:
+def held(x: object, is_searched: Callable[[object], bool], *, in_functions: bool) -> Iterator[tuple[str, AnyArray]]:
     """Yields the arrays that a value refers to, each with the Python text that leads to it, such as `[0].mean`.
 
     Args:
@@ -73,12 +75,12 @@ def held(x: Any, is_searched: Callable[[Any], bool], *, in_functions: bool) -> I
             queue.append((text + access, part))
 
 
-def holds(x: Any, is_searched: Callable[[Any], bool]) -> bool:
+def holds(x: object, is_searched: Callable[[object], bool]) -> bool:
     """Returns whether a value refers to such an array, other than through a function."""
     return any(True for _ in held(x, is_searched, in_functions=False))
 
 
-def _parts(x: Any, *, in_functions: bool) -> Iterator[Part]:
+def _parts(x: object, *, in_functions: bool) -> Iterator[Part]:
     """Yields the items and attributes of a value; those of functions and iterators if they are searched."""
     if isinstance(x, dict):
         for key, item in dict.items(x):  # those of `dict` itself: a class of the user's may compute others
@@ -93,7 +95,7 @@ def _parts(x: Any, *, in_functions: bool) -> Iterator[Part]:
         yield from _parts_of_function(x)
 
 
-def _parts_of_function(x: Any) -> Iterator[Part]:
+def _parts_of_function(x: object) -> Iterator[Part]:
     """Yields what a function, a method or an iterator refers to."""
     if isinstance(x, types.FunctionType):
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
@@ -111,23 +113,23 @@ def _parts_of_function(x: Any) -> Iterator[Part]:
             yield " iterator over", value
 
 
-def _is_iterator(x: Any) -> bool:
+def _is_iterator(x: object) -> bool:
     """Returns whether a value is an iterator or a view of Python's own, which JAX warns of unless it is a leaf."""
     return isinstance(x, (Iterator, ValuesView)) and type(x).__module__ in ("builtins", "itertools")
 
 
-def or_iterator(is_leaf: IsLeaf) -> Callable[[Any], bool]:
+def or_iterator(is_leaf: IsLeaf) -> Callable[[object], bool]:
     """Returns the function that says which nodes are leaves: those of `is_leaf`, and iterators."""
     if is_leaf is None:
         return _is_iterator
 
-    def is_leaf_or_iterator(x: Any) -> bool:
+    def is_leaf_or_iterator(x: object) -> bool:
         return is_leaf(x) or _is_iterator(x)
 
     return is_leaf_or_iterator
 
 
-def attributes(x: Any) -> dict[str, Any]:
+def attributes(x: object) -> dict[str, object]:
     """Returns the attributes stored in an object, in its dict and its slots."""
     values = dict(getattr(x, "__dict__", {}))
     for kind in type(x).__mro__:  # each class may have slots of its own
@@ -140,7 +142,7 @@ def attributes(x: Any) -> dict[str, Any]:
     return values
 
 
-def _set_attribute(x: Any, name: str, value: Any) -> None:
+def _set_attribute(x: object, name: str, value: object) -> None:
     """Stores an attribute as `attributes` returns it, in an object that may be frozen."""
     # Past `__setattr__` and properties of the class, which may do more than store, or refuse.
     member = inspect.getattr_static(type(x), name, None)
@@ -150,7 +152,7 @@ def _set_attribute(x: Any, name: str, value: Any) -> None:
         vars(x)[name] = value
 
 
-def _is_simple(x: Any) -> bool:
+def _is_simple(x: object) -> bool:
     """Returns whether an object consists of its attributes and items: Python made it, and copies it by them."""
     kind = type(x)
     if kind in _compat.SETTINGS or isinstance(x, _VALUES) or _compat.is_linen_module(x):
@@ -161,7 +163,7 @@ def _is_simple(x: Any) -> bool:
     return kind.__new__ in makers and kind.__module__.partition(".")[0] not in LIBRARIES
 
 
-def is_record(x: Any) -> bool:
+def is_record(x: object) -> bool:
     """Returns whether an object is a record of values by its class: a dataclass, one of attrs, a dict or a list."""
     is_attrs = hasattr(type(x), "__attrs_attrs__")
     return dataclasses.is_dataclass(x) or is_attrs or isinstance(x, (types.SimpleNamespace, dict, list))
@@ -183,7 +185,7 @@ class ObjectForm:
 
     kind: type
     names: tuple[str, ...]
-    keys: tuple[Any, ...]
+    keys: tuple[Hashable, ...]
     values: "Form"
 
 
@@ -196,10 +198,10 @@ class Form:
         objects: for each leaf of that, its form, or None for an ordinary leaf; empty if no leaf is an object.
     """
 
-    tree: Any
+    tree: TreeDef
     objects: tuple[ObjectForm | None, ...]
 
-    def together(self, leaves: Iterable[Any], made: list[Any], arguments: Sequence[Any] = ()) -> Any:
+    def together(self, leaves: Iterable[object], made: list[object], arguments: Sequence[object] = ()) -> PyTree:
         """Returns the tree that has these leaves.
 
         Args:
@@ -240,7 +242,7 @@ class Constant:
         return id(self.value)
 
 
-def _value_of(leaf: Any, made: list[Any], arguments: Sequence[Any]) -> Any:
+def _value_of(leaf: object, made: list[object], arguments: Sequence[object]) -> object:
     """Returns what a leaf stands for."""
     if isinstance(leaf, Again):
         objects = arguments if leaf.is_argument else made
@@ -250,7 +252,7 @@ def _value_of(leaf: Any, made: list[Any], arguments: Sequence[Any]) -> Any:
     return leaf
 
 
-def _new_object(form: ObjectForm, leaves: Iterator[Any], made: list[Any], arguments: Sequence[Any]) -> Any:
+def _new_object(form: ObjectForm, leaves: Iterator[object], made: list[object], arguments: Sequence[object]) -> object:
     """Returns a new object: it exists before its values, which may refer to it."""
     make: Any = form.kind.__new__  # without `__init__`, which would compute its attributes again, from other arguments
     new = make(form.kind)
@@ -263,7 +265,7 @@ def _new_object(form: ObjectForm, leaves: Iterator[Any], made: list[Any], argume
     return new
 
 
-def _fill(x: Any, keys: Sequence[Any], items: Sequence[Any]) -> None:
+def _fill(x: object, keys: Sequence[Hashable], items: Sequence[object]) -> None:
     """Fills a new dict or list without a `__setitem__` or `append` of its class, which may do more than store."""
     if isinstance(x, dict):
         dict.update(x, zip(keys, items, strict=True))
@@ -284,18 +286,18 @@ class Apart:
         objects: the objects that were taken apart, outer before inner.
     """
 
-    leaves: list[Any]
+    leaves: list[Leaf]
     form: Form
-    objects: list[Any]
+    objects: list[object]
 
 
 def take_apart(
-    tree: Any,
-    opens: Callable[[Any], bool],
+    tree: PyTree,
+    opens: Callable[[object], bool],
     *,
     is_leaf: IsLeaf = None,
     numpy_enters: bool = False,
-    arguments: Sequence[Any] = (),
+    arguments: Sequence[object] = (),
 ) -> Apart:
     """Flattens a tree like `jax.tree.flatten`, with the objects among its leaves.
 
@@ -320,17 +322,17 @@ class _Flattening:
     """
 
     def __init__(
-        self, opens: Callable[[Any], bool], is_leaf: IsLeaf, *, numpy_enters: bool, arguments: Sequence[Any]
+        self, opens: Callable[[object], bool], is_leaf: IsLeaf, *, numpy_enters: bool, arguments: Sequence[object]
     ) -> None:
         self._opens = opens
         self._is_leaf = is_leaf
         self._numpy_enters = numpy_enters
         # By id; the tree and the arguments keep the objects alive.
         self._known = {id(x): Again(number, is_argument=True) for number, x in enumerate(arguments)}
-        self.leaves: list[Any] = []
-        self.objects: list[Any] = []
+        self.leaves: list[Leaf] = []
+        self.objects: list[object] = []
 
-    def form_of(self, tree: Any, *, is_inside: bool) -> Form:
+    def form_of(self, tree: PyTree, *, is_inside: bool) -> Form:
         """Returns the form of a tree: the whole one, or the values inside an object."""
         flat, structure = jax.tree.flatten(tree, is_leaf=or_iterator(self._is_leaf))
         forms = [self._form_of_leaf(x, is_inside=is_inside) for x in flat]
@@ -338,7 +340,7 @@ class _Flattening:
             return Form(structure, ())
         return Form(structure, tuple(forms))
 
-    def _form_of_leaf(self, x: Any, *, is_inside: bool) -> ObjectForm | None:
+    def _form_of_leaf(self, x: Leaf, *, is_inside: bool) -> ObjectForm | None:
         """Takes an object apart; adds any other leaf to the leaves, and returns None."""
         if id(x) in self._known:
             self.leaves.append(self._known[id(x)])
@@ -355,7 +357,7 @@ class _Flattening:
         values = self.form_of([*named.values(), *items], is_inside=True)
         return ObjectForm(type(x), tuple(named), keys, values)
 
-    def _is_opened(self, x: Any) -> bool:
+    def _is_opened(self, x: object) -> bool:
         """Returns whether a leaf of the structure is an object to take apart."""
         if is_any_array(x) or not _is_simple(x):
             return False
@@ -364,7 +366,7 @@ class _Flattening:
         return self._opens(x)
 
 
-def _items(x: Any) -> tuple[tuple[Any, ...], list[Any]]:
+def _items(x: object) -> tuple[tuple[Hashable, ...], list[object]]:
     """Returns the keys and items of a dict or a list of a user's class; nothing for other objects."""
     if isinstance(x, dict):
         return tuple(dict.keys(x)), list(dict.values(x))
@@ -376,7 +378,7 @@ def _items(x: Any) -> tuple[tuple[Any, ...], list[Any]]:
 # ---- writing back
 
 
-def assign(old: Any, new: Any) -> Any:
+def assign(old: Leaf, new: Leaf) -> Leaf:
     """Gives a list, dict or object the contents of another one of its kind, in place.
 
     Returns:
@@ -399,7 +401,7 @@ def assign(old: Any, new: Any) -> Any:
     return old
 
 
-def _assign_attributes(old: Any, new_attributes: Mapping[str, Any]) -> None:
+def _assign_attributes(old: object, new_attributes: Mapping[str, object]) -> None:
     old_attributes = attributes(old)
     for name in old_attributes.keys() - new_attributes.keys():
         object.__delattr__(old, name)

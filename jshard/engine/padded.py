@@ -7,11 +7,12 @@ count them, so a gradient for one is refused.
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+import jax
 from flax import nnx
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.context import guard
 from jshard.plans.memories import fetched
 from jshard.plans.padding import logical_shape, padding_of
@@ -32,10 +33,10 @@ class PaddedCandidate:
     variable: nnx.Variable
     unit: Unit | None
     path: Path
-    value: Any
+    value: PyTree
 
 
-def guarded(model: str, candidates: Sequence[PaddedCandidate]) -> list[Any]:
+def guarded(model: str, candidates: Sequence[PaddedCandidate]) -> list[jax.Array]:
     """Returns the values; differentiating a padded one raises while an optimizer would see the padding.
 
     Args:
@@ -58,8 +59,8 @@ class _Replaced:
     """A variable that holds another value for the time of a call."""
 
     variable: nnx.Variable
-    before: Any
-    during: Any
+    before: object
+    during: object
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ An equation is tried in this order, and the first that returns results has run i
 
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ class Partitioner:
         return scan.run()
 
     def run_body(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], args: list[Value], *, gradients: Collection[int] = ()
+        self, jaxpr: Jaxpr, consts: Sequence[jax.Array | Value], args: list[Value], *, gradients: Collection[int] = ()
     ) -> list[Value]:
         """Runs the program of a loop's body or of a branch, in its own trace."""
         return self.run(jaxpr, consts, args, gradients=gradients)
@@ -288,7 +288,7 @@ class Partitioner:
     # ---- programs
 
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], args: list[Value], *, gradients: Collection[int] = ()
+        self, jaxpr: Jaxpr, consts: Sequence[jax.Array | Value], args: list[Value], *, gradients: Collection[int] = ()
     ) -> list[Value]:
         """Runs a program, traced in global view; returns its results in any state.
 
@@ -446,7 +446,7 @@ class Partitioner:
         split.conversions[None] = result  # who reads it whole need not gather it
         return split
 
-    def bind(self, eqn: JaxprEqn, xs: Sequence[jax.Array], **params: Any) -> list[jax.Array]:
+    def bind(self, eqn: JaxprEqn, xs: Sequence[jax.Array], **params: object) -> list[jax.Array]:
         """Runs the primitive of an equation on other arrays, with some parameters changed."""
         for name in ("sharding", "out_sharding"):
             if name in eqn.params:

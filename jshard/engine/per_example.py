@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.example_call import Body
 from jshard.engine.example_derivative import differentiable
 from jshard.engine.program import merged, others, picked
@@ -50,7 +51,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
     name = _place(fn)
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> PyTree:
         arguments = _arguments_of(args, kwargs, in_axes, name)
         num_examples = _num_examples(arguments, name)
         trees = []  # the structure of the results, from each trace of `run`; all are equal
@@ -73,7 +74,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
     return call  # type: ignore[return-value]
 
 
-def sum_of_parts(fn: Callable[[Any, Any], jax.Array], whole: Any, parts: Any) -> jax.Array:
+def sum_of_parts(fn: Callable[[PyTree, PyTree], jax.Array], whole: PyTree, parts: PyTree) -> jax.Array:
     """Calls a function on each shard and returns the sum of its results over the shards.
 
     Args:
@@ -126,9 +127,9 @@ class _Arguments:
         rebuild: returns the arguments and keyword arguments with other arrays in their place.
     """
 
-    arrays: list[Any]
+    arrays: list[jax.Array]
     dims: tuple[int | None, ...]
-    rebuild: Callable[[Sequence[Any]], tuple[tuple, dict]]
+    rebuild: Callable[[Sequence[jax.Array]], tuple[tuple, dict]]
 
 
 def _arguments_of(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> _Arguments:
@@ -150,7 +151,7 @@ def _arguments_of(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> _Argum
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
     static = others(is_array, leaves)
 
-    def rebuild(arrays: Sequence[Any]) -> tuple[tuple, dict]:
+    def rebuild(arrays: Sequence[jax.Array]) -> tuple[tuple, dict]:
         return jax.tree.unflatten(tree, merged(is_array, arrays, static))
 
     return _Arguments(picked(is_array, leaves), tuple(picked(is_array, axes)), rebuild)

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from jshard import _compat
+from jshard._types import TreeDef
 from jshard.engine.values import has_gradient
 from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
@@ -43,7 +45,7 @@ class Program:
         self.gradient = functools.cache(functools.partial(Gradient, self))
 
 
-def abstract(x: Any) -> jax.ShapeDtypeStruct:
+def abstract(x: Atom | ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array, or of a variable of a jaxpr."""
     aval: Any = x.aval if isinstance(x, (Var, Literal)) else jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
@@ -64,7 +66,7 @@ class Gradient:
         self.program = program
         self.wrt = wrt
         self.is_float: list[bool] = []
-        self._tree: Any = None  # of the function from cotangents to gradients, whose leaves are the residuals
+        self._tree: TreeDef = None  # of the function from cotangents to gradients, whose leaves are the residuals
 
         # `jax.vjp` is called inside a trace. What it saves are then variables of a jaxpr, of which it can be said what
         # each depends on, and which of them backward reads.
@@ -214,7 +216,7 @@ def _equations_for(jaxpr: Jaxpr, results: set[Var]) -> list[JaxprEqn]:
     return equations[::-1]
 
 
-def checkpointed(f: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+def checkpointed(f: Callable[..., T], remat: Remat) -> Callable[..., T]:
     """Returns a function whose values are kept for backward by a policy."""
     if remat in (NONE, ATTENTION_AGAIN):  # attention has its own checkpoint
         return f
@@ -223,12 +225,12 @@ def checkpointed(f: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     return jax.checkpoint(f, policy=checkpoint_policy(remat))
 
 
-def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
+def _naming_products(f: Callable[..., T]) -> Callable[..., T]:
     """Gives a name to the result of every second product with weights, beginning with the first."""
 
     # A policy of `jax.checkpoint` sees one equation at a time, and cannot count. So products are named before, and the
     # policy keeps names.
-    def run(*args: jax.Array) -> Any:
+    def run(*args: jax.Array) -> T:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
         is_turn = itertools.cycle([True, False])
 
@@ -266,11 +268,11 @@ def evaluate_jaxpr(closed: ClosedJaxpr, operands: Sequence[jax.Array], bind: Bin
 
 
 def _evaluate(
-    equations: Sequence[JaxprEqn], env: dict[Var, Any], results: Sequence[Atom], bind: Bind = _compat.bind
+    equations: Sequence[JaxprEqn], env: dict[Var, jax.Array], results: Sequence[Atom], bind: Bind = _compat.bind
 ) -> list[jax.Array]:
     """Runs equations on the values in `env`, which gets theirs; returns the values of some atoms."""
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> jax.Array:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     for eqn in equations:

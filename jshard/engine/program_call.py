@@ -16,7 +16,7 @@ So derivatives of any order and mode, and maps, are programs like the first.
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from jshard import _compat
 from jshard.engine.program import Gradient, Program, abstract, dependents, evaluate_jaxpr, merged, others, picked
 from jshard.engine.values import has_gradient
 from jshard.plans.memories import placed_like
+
+Tangent: TypeAlias = jax.Array | ad.Zero
+"""A tangent or a cotangent, as JAX gives it to a rule."""
 
 
 class ProgramCall(abc.ABC):
@@ -173,8 +176,8 @@ class MappedCall:
 
 
 def jvp_rule(
-    primals: Sequence[Any], tangents: Sequence[Any], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, call: ProgramCall, jaxpr: ClosedJaxpr | None
+) -> tuple[list[jax.Array], list[Tangent]]:
     """Calls forward, then the linear map from its residuals and the tangents.
 
     Args:
@@ -192,7 +195,7 @@ def jvp_rule(
         results = call.bind(primals)
         return results, [_zero_tangent(x) for x in results]
 
-    nonzero_tangents = picked(wrt, tangents[:num_operands])
+    nonzero_tangents = cast(list[jax.Array], picked(wrt, tangents[:num_operands]))
     try:
         derivative = call.derivative(wrt, [jax.typeof(x) for x in primals])
     except (NotImplementedError, TypeError, ValueError):
@@ -213,7 +216,7 @@ def jvp_rule(
 
     results = outs[:num_results]
     zeros = [_zero_tangent(x) for x in others(derivative.has_tangent, results)]
-    all_tangents: list[Any] = merged(derivative.has_tangent, result_tangents, zeros)
+    all_tangents: list[Tangent] = merged(derivative.has_tangent, result_tangents, zeros)
     if call.returns_copies:
         of_equation = call.copies_of(copies, primals, jaxpr)
         results += of_equation
@@ -221,7 +224,9 @@ def jvp_rule(
     return results, all_tangents
 
 
-def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], constants: frozenset[int]) -> tuple[bool, ...]:
+def _differentiated(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], constants: frozenset[int]
+) -> tuple[bool, ...]:
     """Returns for each operand whether the derivative is with respect to it."""
     # A copy of a parameter that forward kept is no variable of its own: the parameter, which is an operand as well, has
     # the derivative. With one for both, it would be counted twice.
@@ -233,8 +238,8 @@ def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], constants: 
 
 
 def _pushed_forward(
-    primals: Sequence[Any], nonzero_tangents: Sequence[Any], wrt: tuple[bool, ...], call: ProgramCall
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[jax.Array], nonzero_tangents: Sequence[jax.Array], wrt: tuple[bool, ...], call: ProgramCall
+) -> tuple[list[jax.Array], list[Tangent]]:
     """Calls one program that computes results and tangents together."""
     pushforward = call.pushforward(wrt, [jax.typeof(x) for x in primals])
     num_operands = len(wrt)
@@ -252,8 +257,8 @@ def _zero_tangent(x: jax.Array) -> ad.Zero:
 
 
 def transpose_rule(
-    cotangents: Sequence[Any], *operands: Any, call: ProgramCall, jaxpr: ClosedJaxpr | None
-) -> list[Any]:
+    cotangents: Sequence[Tangent], *operands: Any, call: ProgramCall, jaxpr: ClosedJaxpr | None
+) -> list[jax.Array | None]:
     """Calls backward, or the transpose of a program that is no derivative; returns cotangents of linear operands."""
     del jaxpr
     # A result that the loss does not use has no cotangent: backward is traced for the others.
@@ -266,7 +271,7 @@ def transpose_rule(
     copies = operands[num_operands:]
 
     transposed = call.transposed(linear, live)
-    results = transposed.bind([*known, *picked(live, cotangents), *copies])
+    results = transposed.bind([*known, *cast(list[jax.Array], picked(live, cotangents)), *copies])
     gradients = []
     for x, operand in zip(results, picked(linear, operands[:num_operands]), strict=True):
         gradients.append(placed_like(x, operand.aval))  # of an offloaded parameter: in host memory

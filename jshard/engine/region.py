@@ -7,7 +7,7 @@ program stays in global view, so penalties, metrics and optimizers see whole par
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 from flax import nnx
@@ -28,13 +28,16 @@ from jshard.engine.rules import Shard
 from jshard.engine.trace import Call, trace_call
 from jshard.engine.unit_call import UnitSettings
 from jshard.engine.unsplit import batch_size
+from jshard.engine.values import MethodResult
 from jshard.errors import CallError
 from jshard.plans.mesh import CONTEXT, EXPERT, data_degree, degree
 from jshard.plans.plan import resharded
 from jshard.plans.units import NESTED, Unit, dotted, nested_units, unit_of
 
 
-def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def route(
+    module: nnx.Module, method: Callable[..., MethodResult], args: tuple, kwargs: dict[str, object]
+) -> MethodResult:
     """Runs a method of a unit: as the region itself, as a unit inside it, or in global view."""
     unit = unit_of(module)
     assert unit is not None
@@ -67,7 +70,7 @@ def _refuse_late_annotations(module: nnx.Module, call: NnxCall) -> None:
         )
 
 
-def run_call(call: Call, name: str, unit: Unit) -> Any:
+def run_call(call: Call, name: str, unit: Unit) -> MethodResult:
     """Runs a call that an adapter has split: as the region itself, or as a unit inside it."""
     # The outermost call traces the whole model, in which a call of an inner unit only becomes an equation. So there is
     # one `shard_map` for a model, whatever is annotated inside.
@@ -79,7 +82,7 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
     return _open_region(call, unit)
 
 
-def _call_unit(call: Call, name: str, unit: Unit) -> Any:
+def _call_unit(call: Call, name: str, unit: Unit) -> MethodResult:
     if not unit.placement.gathered:
         raise CallError(
             "A unit that is never gathered was called inside the sharded region.",
@@ -118,7 +121,7 @@ def _check_surroundings(call: Call, unit: Unit) -> None:
         )
 
 
-def _open_region(call: Call, unit: Unit) -> Any:
+def _open_region(call: Call, unit: Unit) -> MethodResult:
     _refuse_padded_stacks(call)
     copies = _copies_of(call)
     entering = [x if copy is None else copy for x, copy in zip(call.params, copies, strict=True)]
@@ -160,12 +163,12 @@ def _refuse_padded_stacks(call: Call) -> None:
         )
 
 
-def _trace(call: Call, unit: Unit, params: Sequence[Any]) -> tuple[Program, list[Any]]:
+def _trace(call: Call, unit: Unit, params: Sequence[jax.Array]) -> tuple[Program, list[jax.Array]]:
     """Traces the body of a call in global view: on logical parameters, cast to the dtypes that they are gathered in."""
     policy = unit.policy
     body = units.computes_in(call, policy.mixed_precision)
 
-    def run(params: list[Any], inputs: list[Any]) -> list[Any]:
+    def run(params: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
         gathered = []
         for x, placement, owner in zip(params, call.placements, call.owners, strict=True):
             # In the program, so that its transpose casts the gradient to the stored dtype again. Inner units cast what
@@ -185,7 +188,7 @@ def _trace(call: Call, unit: Unit, params: Sequence[Any]) -> tuple[Program, list
     return trace_call(call, run, logical, list(map(abstract, call.inputs)), remat=policy.remat)
 
 
-def _region_of(unit: Unit, call: Call, consts: Sequence[Any]) -> Region:
+def _region_of(unit: Unit, call: Call, consts: Sequence[jax.Array]) -> Region:
     mesh = cast(Mesh, unit.mesh)
     arrays = call.inputs[call.num_state :] or consts  # without arguments, a function closes over them
     arguments = [abstract(x) for x in arrays]
@@ -193,7 +196,7 @@ def _region_of(unit: Unit, call: Call, consts: Sequence[Any]) -> Region:
     return Region(unit, call.where, tuple(arguments), batch_size(candidates, data_degree(mesh)))
 
 
-def _params_entering(call: Call, copies: Sequence[Any]) -> list[Crossing]:
+def _params_entering(call: Call, copies: Sequence[jax.Array | None]) -> list[Crossing]:
     """Returns how parameters enter: as they are stored, or as copies that each device gathered beforehand."""
     entering = []
     for x, placement, name, copy in zip(call.params, call.placements, call.names, copies, strict=True):
@@ -207,7 +210,7 @@ def _params_entering(call: Call, copies: Sequence[Any]) -> list[Crossing]:
     return entering
 
 
-def _inputs_entering(region: Region, inputs: Sequence[Any]) -> list[Crossing]:
+def _inputs_entering(region: Region, inputs: Sequence[jax.Array]) -> list[Crossing]:
     """Returns how other operands enter: split along the batch, and over `context` along the sequence; or whole."""
     length = _sequence_length(region)
     entering = []
@@ -244,11 +247,11 @@ def _sequence_length(region: Region) -> int:
     )
 
 
-def _copies_of(call: Call) -> list[Any]:
+def _copies_of(call: Call) -> list[jax.Array | None]:
     """Returns the copies gathered beforehand for the parameters of this call, if all gathered parameters have one."""
     # All or none: a program either gathers its parameters or has them.
     copies = gathered_copies.get()
-    none: list[Any] = [None] * len(call.params)
+    none: list[jax.Array | None] = [None] * len(call.params)
     if copies is None:
         return none
     of_params = [copies.by_id.get(id(x)) for x in call.params]

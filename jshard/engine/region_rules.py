@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence, Set
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
 from jshard.engine.program import merged, others, picked
-from jshard.engine.program_call import batch_rule, jvp_rule, mapped_size, transpose_rule
+from jshard.engine.program_call import Tangent, batch_rule, jvp_rule, mapped_size, transpose_rule
 from jshard.engine.region_call import RegionCall, region_p
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,7 +42,7 @@ class Used:
         results_left = merged(self.results, results, [False] * self.results.count(False))
         return Used(tuple(operands_left), tuple(results_left), self.avals)
 
-    def all_operands(self, operands: Sequence[Any], missing: Callable[[ShapedArray], Any]) -> list[Any]:
+    def all_operands(self, operands: Sequence[T], missing: Callable[[ShapedArray], T]) -> list[T]:
         """Returns the operands of the call; no result that is used depends on those that are made up."""
         absent = [missing(aval) for aval in others(self.operands, self.avals)]
         return merged(self.operands, operands, absent)
@@ -81,13 +83,13 @@ _compat.remove_unused(region_p, _without_unused)
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Tangent],
     *,
     call: RegionCall,
     jaxpr: ClosedJaxpr | None,
     used: Used | None,
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[jax.Array], list[Tangent]]:
     # Of an equation that has lost some, the rule is that of the whole call: its derivative is found by its operands,
     # and what was made up flows to results that nothing uses. The results are cut to those of the equation.
     if used is None:
@@ -108,8 +110,8 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *operands: Any, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
-) -> list[Any]:
+    cotangents: Sequence[Tangent], *operands: Any, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
+) -> list[jax.Array | None]:
     if used is None:
         return transpose_rule(cotangents, *operands, call=call, jaxpr=jaxpr)
     num_results = len(call.program.jaxpr.out_avals)
@@ -121,13 +123,13 @@ def _transpose(
 
 
 def _batch(
-    operands: Sequence[Any],
+    operands: Sequence[jax.Array],
     dims: Sequence[int | None],
     *,
     call: RegionCall,
     jaxpr: ClosedJaxpr | None,
     used: Used | None,
-) -> tuple[list[Any], list[int | None]]:
+) -> tuple[list[jax.Array], list[int | None]]:
     if used is None:
         return batch_rule(operands, dims, call=call, jaxpr=jaxpr)
     all_dims = used.all_operands(dims, lambda aval: None)
@@ -156,7 +158,7 @@ batching.primitive_batchers[region_p] = _batch
 @region_p.def_effectful_abstract_eval
 def _types(
     *avals: ShapedArray, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
-) -> tuple[Sequence[Any], Any]:
+) -> tuple[Sequence[ShapedArray], Set[object]]:
     del used  # then there is a program
     # How many copies there are, and of which types, only the partitioned program says. Others need not be partitioned
     # to know their types: most linear maps never are.
@@ -169,7 +171,7 @@ def _types(
 
 def _staged_params(
     avals: Sequence[ShapedArray], *, call: RegionCall, jaxpr: ClosedJaxpr | None, used: Used | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns the parameters of an equation that is staged: the program on data shards is traced here."""
     # A linear map of a derivative is staged without one. In reverse mode it is transposed, and never runs.
     if jaxpr is None and call.adjoint is None:
@@ -182,7 +184,7 @@ _compat.stage_with_params(region_p, _staged_params)
 
 # Outside of `jax.jit`, too, a region is one compiled program: its schedule is a matter of the compiler's.
 @region_p.def_impl
-def _run_now(*arrays: Any, **params: Any) -> list[Any]:
+def _run_now(*arrays: jax.Array, **params: object) -> list[jax.Array]:
     return jax.jit(functools.partial(region_p.bind, **params))(*arrays)
 
 

@@ -1,7 +1,7 @@
 """Stored shards: along which dims a parameter is split, its padding, and how a collective is applied to it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -13,6 +13,8 @@ from jshard.plans.mesh import FSDP, INNER_AXES
 from jshard.plans.model_axes import axes_of
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
+
+StoredArray = TypeVar("StoredArray", bound=jax.Array | jax.ShapeDtypeStruct)
 
 Collective = Callable[[jax.Array], jax.Array]
 
@@ -69,7 +71,7 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, piece * size, size, dim)
 
 
-def without_padding(x: Any, placement: Placement) -> Any:
+def without_padding(x: StoredArray, placement: Placement) -> StoredArray:
     """Returns a stored array, or the type of one, without its rows of padding."""
     padding = Padding.of(placement)
     return x if padding is None else padding.cut(x)

@@ -13,6 +13,7 @@ from jshard.engine import rules
 from jshard.engine.blame import inside_annotated_call
 from jshard.engine.context import attention_again
 from jshard.engine.program import Atom, Program, abstract, evaluate_jaxpr
+from jshard.engine.values import MethodResult
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
 from jshard.plans.remat import ATTENTION_AGAIN, Remat, kept_names
@@ -23,11 +24,11 @@ class Call(Protocol):
 
     where: str  # class and method, for messages
     location: str  # the same, after the path of a unit inside the model
-    params: list[Any]  # the parameters under the module as they are stored, tied ones once
+    params: list[jax.Array]  # the parameters under the module as they are stored, tied ones once
     placements: list[Placement | None]  # of each parameter; None for one added after the annotation
     owners: list[str]  # who gathers each parameter: this module, a unit inside, or one around it
     names: list[str]  # path of each parameter from the module
-    inputs: list[Any]  # all other arrays: state, then arguments
+    inputs: list[jax.Array]  # all other arrays: state, then arguments
     num_state: int  # how many of the inputs are state
     result: Any  # for `finish`, besides arrays; set by `body`
     written: Sequence[str]
@@ -38,28 +39,32 @@ class Call(Protocol):
     def key(self) -> Hashable:
         """Equal for calls that run the same program on arrays of the same types."""
 
-    def guarded(self, values: Sequence[Any]) -> list[Any]:
+    def guarded(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """The parameters, or copies of them, entering the region; raises if they cannot be differentiated."""
         ...
 
-    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def body(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs the method on a plain copy of the module: arrays of its result, and of the state it changed or made."""
         ...
 
     def keep_written(self, numbers: Sequence[int]) -> None:
         """Sets which of the `written` parameters the method has changed: their values are the last outputs."""
 
-    def without_passed(self, outs: Sequence[Any]) -> list[Any]:
+    def without_passed(self, outs: Sequence[jax.Array]) -> list[jax.Array]:
         """The outputs of `body` outside a trace, with the written parameters that it has changed as the last ones."""
         ...
 
-    def finish(self, outs: Sequence[Any], result: Any) -> Any:
+    def finish(self, outs: Sequence[jax.Array], result: Any) -> MethodResult:
         """Writes the state back to the caller's objects, and returns the method's result."""
 
 
 def trace_call(
-    call: Call, body: Callable[..., Any], params: list[Any], inputs: list[Any], remat: Remat
-) -> tuple[Program, list[Any]]:
+    call: Call,
+    body: Callable[..., list[jax.Array]],
+    params: list[jax.ShapeDtypeStruct],
+    inputs: list[jax.ShapeDtypeStruct],
+    remat: Remat,
+) -> tuple[Program, list[jax.Array]]:
     """Traces a call's body, a function of parameters and inputs.
 
     Returns:
@@ -111,7 +116,7 @@ def _refuse_collectives(jaxpr: Jaxpr, call: Call) -> None:
     )
 
 
-def _with_constants_as_operands(closed: ClosedJaxpr, operands: list[Any]) -> ClosedJaxpr:
+def _with_constants_as_operands(closed: ClosedJaxpr, operands: list[jax.ShapeDtypeStruct]) -> ClosedJaxpr:
     """Returns a program that takes its constants as its last operands: they may be tracers of one call."""
     num_operands = len(operands)
 

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 
 import jax
 import numpy as np
@@ -123,7 +122,7 @@ class UnitCall(ProgramCall):
             self.program.remat,
         )
 
-    def bind(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    def bind(self, operands: Sequence[jax.Array | np.generic]) -> list[jax.Array]:
         """Calls the unit. Copies that its program does not take are left out: the parameters are gathered again."""
         num_operands = len(self.jaxpr.in_avals)
         return unit_p.bind(*operands[:num_operands], jaxpr=self.jaxpr, call=self)
@@ -327,7 +326,7 @@ def _cast_to(arrays: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> list[ja
 
 # With the effects of its program: an equation without effects and without a reader is removed, and a callback with it.
 @unit_p.def_effectful_abstract_eval
-def _types(*_: Any, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[ShapedArray], Any]:
+def _types(*_: ShapedArray, jaxpr: ClosedJaxpr, call: UnitCall) -> tuple[list[ShapedArray], Set[object]]:
     avals = []
     for aval, dtype in zip(jaxpr.out_avals, call.out_dtypes, strict=True):
         is_weak = aval.weak_type and aval.dtype == dtype  # a cast makes a strong type

@@ -4,14 +4,15 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
+from jshard._types import PyTree
 from jshard.engine.context import attention_again, during, traced_for
 from jshard.engine.equality import shared
 from jshard.engine.nnx_call import NnxCall
@@ -19,7 +20,7 @@ from jshard.engine.program import Program, abstract, checkpointed
 from jshard.engine.stored import without_padding
 from jshard.engine.trace import Call, trace_call
 from jshard.engine.unit_call import UnitCall, UnitSettings
-from jshard.engine.values import is_array, is_nnx
+from jshard.engine.values import Leaf, MethodResult, is_array, is_nnx
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import data_axes, data_degree
 from jshard.plans.placement import Placement
@@ -39,8 +40,8 @@ class TracedUnit:
     """
 
     program: Program
-    numbers: list[Any]
-    result: Any
+    numbers: list[np.generic]
+    result: object
 
 
 class Traces:
@@ -73,7 +74,7 @@ def region_trace(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, remat: Remat) -> Any:
+def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, remat: Remat) -> MethodResult:
     """Calls a unit inside a region's trace."""
     traces = _traces.get()
     assert traces is not None
@@ -91,7 +92,7 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     except TypeError:  # a module with a list or a dict among its plain attributes: its calls are traced one by one
         key = object()
 
-    consts: list[Any] = []
+    consts: list[jax.Array] = []
     traced = traces.traced.get(key)
     if traced is None:
         program, consts = trace_call(call, computes_in(call, precision), gathered, inputs, remat=remat)
@@ -110,7 +111,7 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     return call.finish(outs, traced.result)
 
 
-def _gathered_types(call: Call) -> list[Any]:
+def _gathered_types(call: Call) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of the parameters as the program takes them: its own in the dtype that they are gathered in."""
     types = []
     for x, placement, owner in zip(call.params, call.placements, call.owners, strict=True):
@@ -121,10 +122,10 @@ def _gathered_types(call: Call) -> list[Any]:
     return types
 
 
-def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], list[Any]], list[Any]]:
+def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]:
     """The body of a call, with its arguments and results in the dtypes of a policy."""
 
-    def body(params: list[Any], inputs: list[Any]) -> list[Any]:
+    def body(params: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
         # Of the inputs the arguments alone: state, such as running means, keeps its dtype.
         dtype = precision.param_dtype if precision.cast_inputs else None
         arguments = [_cast(x, dtype) for x in inputs[call.num_state :]]
@@ -134,7 +135,7 @@ def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], l
     return body
 
 
-def _cast(x: Any, dtype: str | None) -> Any:
+def _cast(x: jax.Array, dtype: str | None) -> jax.Array:
     if dtype is None or not is_real_float(x.dtype):
         return x
     return x.astype(dtype)
@@ -143,7 +144,9 @@ def _cast(x: Any, dtype: str | None) -> Any:
 # ---- in global view: as a Flax user would write it, the baseline for jshard; and units that are never gathered
 
 
-def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any], unit: Unit) -> Any:
+def run_as_flax(
+    module: nnx.Module, method: Callable[..., MethodResult], args: tuple, kwargs: dict[str, object], unit: Unit
+) -> MethodResult:
     """Calls a method of a unit's module as a Flax user would write it: cast, and under `jax.checkpoint`."""
     call = NnxCall(module, method, *_split_along_batch((args, kwargs), unit))
     params = _logical_params(call, unit)
@@ -155,7 +158,7 @@ def run_as_flax(module: nnx.Module, method: Callable[..., Any], args: tuple, kwa
     return _split_along_batch(call.finish(outs[: len(outs) - passed], call.result), unit)
 
 
-def _logical_params(call: NnxCall, unit: Unit) -> list[Any]:
+def _logical_params(call: NnxCall, unit: Unit) -> list[jax.Array]:
     """Returns the parameters on the device, without padding; those that this call would gather in their dtype."""
     # As the region would: the baseline for comparisons has the same dtypes.
     # A unit inside another gathers its own parameters alone; the outermost one also those that no unit inside has.
@@ -169,14 +172,14 @@ def _logical_params(call: NnxCall, unit: Unit) -> list[Any]:
     return params
 
 
-def _split_along_batch(tree: Any, unit: Unit) -> Any:
+def _split_along_batch(tree: PyTree, unit: Unit) -> PyTree:
     """Constrains arrays to be split over the data axes along dim 0, where that divides."""
     mesh = unit.mesh
     if not isinstance(mesh, Mesh):  # shapes only
         return tree
     num_shards = data_degree(mesh)
 
-    def split(x: Any) -> Any:
+    def split(x: Leaf) -> Leaf:
         if not is_array(x) or x.ndim < 2 or x.shape[0] % num_shards:
             return x
         spec = PartitionSpec(data_axes(mesh), *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
@@ -185,7 +188,7 @@ def _split_along_batch(tree: Any, unit: Unit) -> Any:
     return jax.tree.map(split, tree, is_leaf=is_nnx)
 
 
-def run_ungathered(call: Call, unit: Unit) -> Any:
+def run_ungathered(call: Call, unit: Unit) -> MethodResult:
     """Calls a method of a unit on parameters that stay in place; the compiler places the communication."""
     params = []
     for x, placement in zip(call.guarded(call.params), call.placements, strict=True):

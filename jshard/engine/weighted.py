@@ -5,11 +5,13 @@ different numbers of tokens. It is the sum of their totals divided by the sum of
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jshard.errors import CallError
 
@@ -33,8 +35,8 @@ class WeightedMean:
         ...     return js.WeightedMean((losses * mask).sum(), mask.sum())
     """
 
-    total: Any
-    weight: Any
+    total: jax.Array | float
+    weight: jax.Array | float
 
     @property
     def mean(self) -> jax.Array:
@@ -46,26 +48,26 @@ class WeightedMean:
         return jnp.asarray(self.total, dtype) / lax.stop_gradient(jnp.asarray(self.weight, dtype))
 
 
-def mean_of(loss: Any) -> Any:
+def mean_of(loss: WeightedMean | jax.Array) -> jax.Array:
     """The mean that a loss stands for; a plain value is returned unchanged."""
     return loss.mean if isinstance(loss, WeightedMean) else loss
 
 
-def mean_over(stacked: Any) -> jax.Array:
+def mean_over(stacked: WeightedMean | jax.Array) -> jax.Array:
     """The mean of values stacked over microbatches, by their weights if they have any."""
     if isinstance(stacked, WeightedMean):
         return jax.tree.map(lambda x: x.sum(0), stacked).mean  # the mean of the sums, not the mean of means
     return stacked.mean(0)
 
 
-def with_total(loss: Any, change: Any) -> Any:
+def with_total(loss: WeightedMean | jax.Array, change: Callable[[jax.Array], jax.Array]) -> WeightedMean | jax.Array:
     """A loss with a function applied to its value, or to the total of a weighted one."""
     if isinstance(loss, WeightedMean):
         return WeightedMean(change(jnp.asarray(loss.total)), loss.weight)
     return change(loss)
 
 
-def value_and_weight(loss: Any) -> tuple[Any, jax.Array | None]:
+def value_and_weight(loss: WeightedMean | jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """The mean to differentiate, and its weight; None for a loss without one.
 
     With the weight 0 it is the total: a microbatch of nothing but padding adds nothing, rather than 0 / 0.
@@ -106,12 +108,12 @@ class MeanShares:
         return (mean.astype(dtype) * self.mean + value.astype(dtype) * self.value).astype(mean.dtype)
 
 
-def _wide(loss: WeightedMean) -> Any:
+def _wide(loss: WeightedMean) -> np.dtype:
     """The dtype of the quotient: a count of tokens needs more digits than bfloat16 has."""
     return jnp.promote_types(jnp.result_type(loss.total), jnp.float32)
 
 
-def _is_real_scalar(x: Any) -> bool:
+def _is_real_scalar(x: ArrayLike) -> bool:
     return jnp.ndim(x) == 0 and not jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
 
 

@@ -104,7 +104,7 @@ def with_metrics(loss_fn: LossFn) -> Callable[[Any, Any], tuple[LossValue, dict[
     return run
 
 
-def _check_loss(loss_fn: LossFn, loss: object) -> None:
+def _check_loss(loss_fn: LossFn, loss: Any) -> None:
     """Raises unless the loss is one real number: for others, the gradient would fail with an error of JAX."""
     # A `WeightedMean` is judged by its quotient.
     value = mean_of(loss)

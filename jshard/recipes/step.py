@@ -282,7 +282,7 @@ class EvalStep:
         graphdef, state = nnx.split(inference_view(step.model))
         leaves, tree = jax.tree.flatten(state)
 
-        def evaluate(leaves: Sequence[jax.Array], batch: PyTree) -> tuple[Scalars, Scalars]:
+        def evaluate(leaves: Sequence[jax.Array], batch: PyTree) -> tuple[Scalars, dict[str, jax.Array | float]]:
             model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
             loss, metrics = with_metrics(loss_fn)(model, batch)
             values = {"loss": loss, **metrics}

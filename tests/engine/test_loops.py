@@ -348,7 +348,7 @@ def test_each_layer_is_reduced_in_its_trip(loop, mesh, settings):
 # ---- Units in one loop with settings of their own ------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", [(1, 0), (0, 2), (None, 1), (1, None)], ids=str)
+@pytest.mark.parametrize("prefetch", [(1, 0), (0, 2), ("compiler", 1), (1, "compiler")], ids=str)
 def test_units_in_a_loop_may_prefetch_differently(prefetch):
     """A unit on demand in front of one that defers its gradients must not expect a gather that it did not begin."""
     mesh = js.mesh()

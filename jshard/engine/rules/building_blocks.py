@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jshard.engine.rules.registry import Partitioner
 from jshard.engine.rules.values import State, Value, arrays_of, states_of, type_of
 
 
-def same(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], state: State, **params: Any) -> list[Value]:
+def same(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], state: State, **params: object) -> list[Value]:
     """Runs the same primitive on the shards' arrays.
 
     Args:

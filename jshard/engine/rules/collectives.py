@@ -1,7 +1,6 @@
 """Collectives of a program over axes that are not the partitioner's, and over dims, as a `vmap` with a name leaves."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -11,7 +10,7 @@ from jshard.engine.rules.building_blocks import same, view_of_program
 from jshard.engine.rules.registry import IN_ALL, OperandStates, Partitioner, rule
 from jshard.engine.rules.values import Value, arrays_of, with_arrays
 
-_OVER_DIMS: dict[str, Callable[[Any, tuple[int, ...]], jax.Array]] = {
+_OVER_DIMS: dict[str, Callable[[jax.Array, tuple[int, ...]], jax.Array]] = {
     "psum": lax.reduce_sum,
     "pmax": lax.reduce_max,
     "pmin": lax.reduce_min,

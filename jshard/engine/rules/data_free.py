@@ -13,7 +13,6 @@ nothing else reads it.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +95,7 @@ def materialize(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value
     return value
 
 
-def shard_of(p: Partitioner, value: Value, dim: int) -> Any | None:
+def shard_of(p: Partitioner, value: Value, dim: int) -> jax.Array | None:
     """Computes this shard's part of a value that is known without data; None if that is not possible."""
     provenance = value.provenance
     assert provenance is not None
@@ -112,7 +111,9 @@ def shard_of(p: Partitioner, value: Value, dim: int) -> Any | None:
         return _apply_rule(p, provenance, dims, dim)
 
 
-def _apply_rule(p: Partitioner, provenance: Provenance, operand_dims: Sequence[int | None], dim: int) -> Any | None:
+def _apply_rule(
+    p: Partitioner, provenance: Provenance, operand_dims: Sequence[int | None], dim: int
+) -> jax.Array | None:
     """Computes a shard of a result from split operands, by the rule of the primitive."""
     pairs = list(zip(provenance.operands, operand_dims, strict=True))
     split_sizes = [v.shape[d] for v, d in pairs if d is not None]

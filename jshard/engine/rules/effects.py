@@ -35,7 +35,7 @@ def device_put(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     return [_placed(v, target) for v, target in zip(operands, eqn.params["devices"], strict=True)]
 
 
-def _placed(value: Value, target: Any, free_dims: Collection[int] = ()) -> Value:
+def _placed(value: Value, target: object, free_dims: Collection[int] = ()) -> Value:
     """Returns a value where the user wants it, in the state that it has.
 
     Args:
@@ -69,7 +69,7 @@ def _spec_over_axes(spec: P, ndim: int, axes: Collection[str], free_dims: Collec
     return P(*dims)
 
 
-def _memory_of(target: Any) -> Any | None:
+def _memory_of(target: object) -> Any | None:
     """Returns the `jax.memory.Space` that a target of `device_put` names."""
     if isinstance(target, jax.memory.Space):
         return target

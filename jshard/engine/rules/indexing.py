@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jshard.engine.rules.building_blocks import can_be_partial, run_on_free_dim,
 from jshard.engine.rules.index_dims import index_dims_of
 from jshard.engine.rules.registry import IN_ALL, IN_FIRST, Linear, Partitioner, inverse_rule, rule
 from jshard.engine.rules.values import PARTIAL, Value, type_of
+
+T = TypeVar("T")
 
 
 @inverse_rule("slice", "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add")
@@ -57,14 +59,14 @@ def slice_(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
     return run_on_free_dim(p, eqn, operands, taken, run)
 
 
-def _with_item(items: Sequence[Any], position: int, item: Any) -> list[Any]:
+def _with_item(items: Sequence[T], position: int, item: T) -> list[T]:
     """Returns a sequence with another item at a position."""
     result = list(items)
     result[position] = item
     return result
 
 
-def _one_row(p: Partitioner, value: Value, row: Any) -> Value:
+def _one_row(p: Partitioner, value: Value, row: jax.Array) -> Value:
     """Takes one row, by its number in global view, of a value along its split dim.
 
     The result is partial, as the other shards have zeros:

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from jshard.engine.rules import data_free
 from jshard.engine.rules.building_blocks import traced
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
-from jshard.engine.rules.values import PARTIAL, Shard, State, Value, arrays_of, in_states, states_of
+from jshard.engine.rules.values import PARTIAL, Shard, ShardArray, State, Value, arrays_of, in_states, states_of
 
 # ---- the states of a carry
 
@@ -143,7 +142,7 @@ def _recorded_times(p: Partitioner, trips: int) -> Iterator[None]:
 # ---- scan
 
 
-def row_of(value: Value, x: Any) -> Value:
+def row_of(value: Value, x: ShardArray) -> Value:
     """Returns one iteration's value of a scanned value: it has one dim less, the first."""
     row = value.with_array(x)
     if value.is_split:
@@ -153,7 +152,7 @@ def row_of(value: Value, x: Any) -> Value:
     return row
 
 
-def row_type(x: Any) -> jax.ShapeDtypeStruct:
+def row_type(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Returns the type of one row, on this trace's mesh, so that it matches a body traced on sliced rows."""
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
@@ -376,7 +375,7 @@ class _While:
         iteration = find_carry_states(self.p, self.eqn.params["body_jaxpr"], operands, states, self._trace_iteration)
         iterate = jaxpr_as_fun(iteration.program)
 
-        def continues(xs: list[jax.Array]) -> Any:
+        def continues(xs: list[jax.Array]) -> jax.Array:
             with self.p.own_trace():
                 condition = self._condition(in_states(xs, iteration.states))
                 # Whole, so that all shards agree: one that ended earlier would be missed by the body's collectives.

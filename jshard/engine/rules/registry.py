@@ -6,8 +6,9 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from jshard.engine.rules.values import Value
@@ -15,7 +16,7 @@ from jshard.engine.rules.values import Value
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
 else:  # the partitioner imports the registry
-    Partitioner = Any
+    Partitioner = object
 
 Rule = Callable[[Partitioner, JaxprEqn, list[Value]], list[Value] | None]
 """Runs an equation on a shard's operands. Returns its results, each in a state, or None if a shard cannot compute its
@@ -27,7 +28,7 @@ OperandDims = Callable[[Partitioner, JaxprEqn, Sequence[Value], int], Sequence[i
 """For a result that is to be split along a dim: returns the dim along which each operand is split, or None where it is
 whole. None instead of a sequence: such a result cannot be computed from split operands."""
 
-ComputeShard = Callable[[Partitioner, Value, int], Any]
+ComputeShard = Callable[[Partitioner, Value, int], jax.Array | None]
 """Returns this shard's part, along a dim, of a value that is known without data; None if it cannot be computed."""
 
 IndexDim = Callable[[JaxprEqn, Sequence[Value]], int | None]
@@ -213,7 +214,7 @@ def index_dim(*names: str) -> Callable[[IndexDim], IndexDim]:
     return enter
 
 
-def _enter(names: Iterable[str], **facts: Any) -> None:
+def _enter(names: Iterable[str], **facts: object) -> None:
     """Adds facts to the records of primitives."""
     # Added, not replaced: what is known of a primitive is said beside the rule that it belongs to, in several places.
     # By name, not by the primitive: those of kernels and of newer versions of JAX need not be imported, nor exist.

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jshard.plans.placement import Placement
 
 PARTIAL = "partial"
+
+ShardArray: TypeAlias = jax.Array | np.ndarray | ShapedArray | jax.ShapeDtypeStruct | None
+"""What a shard holds of a value: an array; its type, or None, where only states matter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Value:
         parameter: path of the parameter that it is, perhaps cast; empty for anything else, such as a gradient.
     """
 
-    x: Any  # an array; a NumPy one of a literal; None, or a type, where only states matter
+    x: Any  # a `ShardArray`; not declared so, as most of its readers know that it is an array
     state: State = None
     provenance: Provenance | None = None
     conversions: dict[State, "Value"] = dataclasses.field(default_factory=dict)
@@ -137,7 +140,7 @@ class Value:
         """Bytes of what this shard holds."""
         return array_bytes(self.x)
 
-    def with_array(self, x: Any) -> "Value":
+    def with_array(self, x: ShardArray) -> "Value":
         """Returns another array in the same state, without conversions and provenance."""
         # Those are of the old array: its equation does not compute the new one.
         return Value(x, self.state, index_dims=self.index_dims, parameter=self.parameter)
