@@ -176,8 +176,10 @@ class _RewriteOperation(SaveOperation):
         self, state: PyTree, prepare: Callable[[], None]
     ) -> tuple[dict[str, StoredValue], dict[str, CopyFacts]]:
         self._values = self._source.values()
-        self._described = {name: leaf for name, leaf in self._pieces.leaves.items() if leaf.is_array}
-        self._described |= {name: _manifest.describe(value) for name, value in self._values.items()}
+        # In the order of the source, whatever kind each leaf is: a piece has the number of its leaf in the manifest.
+        self._described = {}
+        for name, leaf in self._pieces.leaves.items():
+            self._described[name] = leaf if leaf.is_array else _manifest.describe(self._values[name])
         self._mesh = {"axes": dict(self._target_mesh.shape), "processes": []}
         self._prepare(prepare)
         return {}, {}

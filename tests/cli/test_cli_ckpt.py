@@ -247,6 +247,17 @@ def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckp
     assert jax.random.key_data(restored["key"]).tolist() == jax.random.key_data(jax.random.key(0)).tolist()
 
 
+def test_reshard_of_a_value_in_front_of_an_array(tmp_path, monkeypatch, ckpt):
+    """Pieces have the numbers of their leaves in the manifest, whichever of them are arrays."""
+    monkeypatch.chdir(tmp_path)
+    rows = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    js.checkpoint.save("c", {"a step": 7, "rows": jnp.asarray(rows)})
+    assert ckpt("reshard", "c", "out", "--mesh", "fsdp=2")[0] == 0
+    restored = js.checkpoint.restore("out", like={"a step": 0, "rows": jnp.zeros((8, 8))})
+    np.testing.assert_array_equal(restored["rows"], rows)
+    assert restored["a step"] == 7
+
+
 def test_reshard_by_the_annotation_of_a_model(run, ckpt):
     source = run / "checkpoints" / "100"
     assert ckpt("reshard", source, "out", "--mesh", "fsdp=2", "--model", "model.py")[0] == 0
