@@ -36,7 +36,8 @@ class Verdict:
     findings: tuple[Finding, ...]  # the damage; empty for a good checkpoint
     num_leaves: int  # number of leaves read
     num_bytes: int  # number of bytes read
-    num_files: int  # number of files checked
+    num_files: int  # number of files checked; of jshard's `format="orbax"` none, as its leaves have the checksums
+    has_sums: bool = True  # whether jshard wrote it; else there is nothing to compare with
 
     @property
     def is_good(self) -> bool:
@@ -84,6 +85,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         num_leaves=len(source.leaves),
         num_bytes=sum(leaf.nbytes for leaf in source.leaves.values()),
         num_files=0 if source.manifest is None else len(source.manifest.files),
+        has_sums=source.manifest is not None,
     )
 
 

@@ -247,6 +247,14 @@ def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckp
     assert jax.random.key_data(restored["key"]).tolist() == jax.random.key_data(jax.random.key(0)).tolist()
 
 
+def test_verify_of_files_that_are_orbaxs_compares_the_sums_of_leaves(tmp_path, monkeypatch, ckpt):
+    monkeypatch.chdir(tmp_path)
+    js.checkpoint.save("c", {"rows": jnp.ones((8, 8))}, format="orbax")
+    code, text = ckpt("verify", "c")
+    assert code == 0
+    assert text.endswith("c: good, all sums are those of the save (1 leaf, 256 B).\n")
+
+
 def test_reshard_of_a_value_in_front_of_an_array(tmp_path, monkeypatch, ckpt):
     """Pieces have the numbers of their leaves in the manifest, whichever of them are arrays."""
     monkeypatch.chdir(tmp_path)

@@ -68,8 +68,10 @@ def _report(verdict: Verdict) -> str | FittedTable:
             add_row(table, finding.leaf or "(no one leaf)", finding.file or "", finding.why)
         return table
     amount = f"{counted(verdict.num_leaves, 'leaf')}, {human_bytes(verdict.num_bytes, 1)}"
-    if not verdict.num_files:  # no manifest; or one of format="orbax", which has sums and lists no files
+    if not verdict.has_sums:
         return f"{verdict.path}: all can be read ({amount}). jshard did not write it: it has no sums to compare with."
+    if not verdict.num_files:  # of format="orbax", whose files are Orbax's
+        return f"{verdict.path}: good, all sums are those of the save ({amount})."
     files = counted(verdict.num_files, "file")
     return f"{verdict.path}: good, all files are there and all sums are those of the save ({amount}, {files})."
 
