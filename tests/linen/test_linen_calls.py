@@ -90,7 +90,7 @@ def test_every_form_of_a_call_is_a_region(form):
     found = compiled(params, X)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, wanted)
     report = js.audit(compiled, model=model)
-    if jax.__version_info__ < (0, 12):  # XLA:CPU of 0.12 runs one of the program's gathers twice; the program is the same
+    if jax.__version_info__ < (0, 12):  # from then on XLA:CPU runs one gather of the same program twice
         assert report.ok, report
     assert report.amount("reduce-scatter") == pytest.approx(1, abs=0.05)
     with js.global_view():
