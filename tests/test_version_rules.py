@@ -44,13 +44,15 @@ def test_only_compat_knows_versions(path):
 def version_checks(text: str) -> list[str]:
     version = r"\b(?:jax|flax|jaxlib|optax|orbax)\.(?:__)?version\w*|importlib\.metadata\.version"
     presence = r"\bhasattr\((?:jax|flax|nnx|lax)[\w.]*, *['\"]"
-    return re.findall(f"{version}|{presence}", text)
+    of_scan = r"params\[['\"]num_(?:consts|carry)['\"]\]"  # other names since jax 0.12: `_compat.scan_arguments`
+    return re.findall(f"{version}|{presence}|{of_scan}", text)
 
 
 def test_the_rules_can_fail():
     assert version_checks("if jax.__version__ > '0.11': pass")
     assert version_checks("if jax.version.__version_info__ > (0, 11): pass")
     assert version_checks("hasattr(jax.lax, 'pcast')")
+    assert version_checks('eqn.params["num_consts"]')
     assert not version_checks("mesh.axis_sizes; hasattr(nnx.Module, name)")
     assert machine_paths('open("/' + 'home/someone/file")')
 

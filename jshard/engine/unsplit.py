@@ -334,8 +334,7 @@ def _dependence_inside(
     inside = operands[len(operands) - num_operands :]  # a branch of a cond takes all but the index
     if eqn.primitive.name != "scan":
         return _dependence(jaxpr, inside, around)
-    num_consts = eqn.params["num_consts"]
-    num_carry = eqn.params["num_carry"]
+    num_consts, num_carry = _compat.scan_arguments(eqn)
     carry = slice(num_consts, num_consts + num_carry)
     # It ends: what is carried only ever becomes dependent, and there are so many carried values.
     while True:
