@@ -252,7 +252,10 @@ def test_each_name_has_a_case():
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES, ids=lambda name: f"{name.module}.{name.path}")
 def test_without_the_name(name, monkeypatch, tmp_path):
+    """A case checks what happens without its name, which it has removed by the end."""
+    installed_path = name.path
     CASES[name](monkeypatch, tmp_path)
+    assert name.path == f"{installed_path}_renamed"
 
 
 def test_the_error_names_the_version_and_the_name():
@@ -475,11 +478,13 @@ def _graphlib(name, monkeypatch, tmp_path):
 @case(private_names.INTERNAL_STATE)
 def _internal_state(name, monkeypatch, tmp_path):
     model = Model()
+    attribute = name.attribute
     before = _compat.children(model)
-    monkeypatch.setattr(private_names, "INTERNAL_PREFIX", "_renamed__")
+    remove(monkeypatch, name)
+    monkeypatch.setattr(private_names, "INTERNAL_PREFIX", "_renamed__")  # the part of the name that is searched for
     after = _compat.children(model)
     internal = after.keys() - before.keys()
-    assert name.attribute in internal
+    assert attribute in internal
     assert not any(isinstance(x, jax.Array) for key in internal for x in jax.tree.leaves(after[key]))
 
 

@@ -234,9 +234,14 @@ def test_empty_arrays_and_dims_of_numpy() -> None:
         lambda x: jnp.squeeze(x[:, None], np.int64(1)),
         lambda x: jax.vjp(lambda x, i: x * i.astype(x.dtype), x, jnp.arange(BATCH)[:, None])[1](x)[0],
     ]
-    Run(lambda x: [function(x) for function in functions], NORMAL)
+    run = Run(lambda x: [function(x) for function in functions], NORMAL)
+    assert run.kinds == ["move", "whole", "move"]
+    assert run.states == [0, 0, 0, None, PARTIAL, 0, 0, 0]
 
 
 def test_bits_of_an_old_stream_are_those_of_one_device() -> None:
     with jax.threefry_partitionable(False):
-        Run(lambda x: x * jax.random.bernoulli(jax.random.key(3), 0.5, x.shape), NORMAL)
+        run = Run(lambda x: x * jax.random.bernoulli(jax.random.key(3), 0.5, x.shape), NORMAL)
+    # Their positions depend on the whole shape, so no shard can draw its own bits.
+    assert run.kinds == ["made whole"]
+    assert run.states == [0]

@@ -133,10 +133,12 @@ def test_headers_of_npy_files(read):
 
 
 def test_json_files_of_a_saved_dataset(read):
-    saved_datasets(read, every_fifth)
+    surveys = saved_datasets(read, every_fifth)
+    assert all(survey.refused > 0 and survey.returned > 0 for survey in surveys)
 
 
 def saved_datasets(read, some):
+    """Surveys changes of either file."""
     arrow = as_arrow(table())
 
     def saved(state=None, splits=None):
@@ -147,8 +149,10 @@ def saved_datasets(read, some):
         return read(parts, "saved" if splits is None else "splits")
 
     assert len(saved().train) > 0 and len(saved(splits=as_json(SPLITS)).train) > 0
-    check([*NO_JSON[1:], *json_texts(some(each_change(STATE)))], saved)
-    check([*NO_JSON[1:], *json_texts(some(each_change(SPLITS)))], lambda raw: saved(splits=raw))
+    return [
+        check([*NO_JSON[1:], *json_texts(some(each_change(STATE)))], saved),
+        check([*NO_JSON[1:], *json_texts(some(each_change(SPLITS)))], lambda raw: saved(splits=raw)),
+    ]
 
 
 def encode(read, tmp_path, raw):
@@ -167,7 +171,10 @@ def test_tokenizer_files(read, tmp_path):
 
 
 def test_bytes_of_each_kind_are_damaged_by_a_seed(read, tmp_path):
-    each_kind(read, tmp_path, count=15)
+    surveys = each_kind(read, tmp_path, count=15)
+    assert all(survey.refused + survey.returned > 0 for survey in surveys)
+    # Not each kind refuses: plain text is read whatever its bytes are.
+    assert sum(survey.refused for survey in surveys) > 0
 
 
 @pytest.mark.wide
@@ -180,22 +187,25 @@ def test_more_bytes_of_each_kind_are_damaged(read, tmp_path):
 
 
 def each_kind(read, tmp_path, count):
+    """Surveys files of each kind with damaged bytes."""
     ids = np.arange(500, dtype=np.uint16)
-    check(damaged(LINES, seed=1, count=count), reader_of(read, "web.jsonl"))
-    check(damaged(gzip.compress(LINES), seed=2, count=count), reader_of(read, "web.jsonl.gz"))
-    check(damaged("text é\n".encode() * 100, seed=3, count=count), reader_of(read, "some.txt"))
-    check(damaged(as_npy(ids), seed=4, count=2 * count), reader_of(read, "ids.npy", vocab_size=600))
+    surveys = [
+        check(damaged(LINES, seed=1, count=count), reader_of(read, "web.jsonl")),
+        check(damaged(gzip.compress(LINES), seed=2, count=count), reader_of(read, "web.jsonl.gz")),
+        check(damaged("text é\n".encode() * 100, seed=3, count=count), reader_of(read, "some.txt")),
+        check(damaged(as_npy(ids), seed=4, count=2 * count), reader_of(read, "ids.npy", vocab_size=600)),
+    ]
     for dtype in ("uint8", "uint16", "uint32", "int32", "int64"):
         raw = ids.astype(np.int64).tobytes()
-        check(damaged(raw, seed=5, count=count // 2), reader_of(read, "ids.bin", dtype=dtype))
-    check(damaged(as_json(TOKENIZER), seed=6, count=count), lambda raw: encode(read, tmp_path, raw))
+        surveys.append(check(damaged(raw, seed=5, count=count // 2), reader_of(read, "ids.bin", dtype=dtype)))
+    tokenizers = damaged(as_json(TOKENIZER), seed=6, count=count)
+    surveys.append(check(tokenizers, lambda raw: encode(read, tmp_path, raw)))
     rows = table()
-    check(damaged(as_parquet(rows), seed=7, count=count), reader_of(read, "web.parquet"))
+    surveys.append(check(damaged(as_parquet(rows), seed=7, count=count), reader_of(read, "web.parquet")))
     state = {"saved/state.json": as_json(STATE)}
-    check(
-        damaged(as_arrow(rows), seed=8, count=2 * count),
-        lambda raw: read({**state, "saved/data-0.arrow": raw}, "saved"),
-    )
+    arrows = damaged(as_arrow(rows), seed=8, count=2 * count)
+    surveys.append(check(arrows, lambda raw: read({**state, "saved/data-0.arrow": raw}, "saved")))
+    return surveys
 
 
 # What failed first, by name.

@@ -178,6 +178,11 @@ def test_stacked_layers_of_it_are_gathered_one_by_one():
     placed = js.shard_init(lambda: model.init(jax.random.key(0), X), model)
     same(loss_of(model)(placed), loss_of(plain)(params))
 
+    compiled = loss_of(model).lower(placed).compile()
+    windows = js.audit(compiled, model=model).schedule.windows
+    layer_bytes = 64 * 64 * 4  # of its kernel; the vectors are small, and replicated
+    assert {window.full_bytes for window in windows if window.kind == "all-gather"} == {layer_bytes}
+
 
 def test_a_number_as_parameter_names_what_it_should_be():
     class Scaled(nn.Module):

@@ -96,3 +96,6 @@ def test_the_plain_job_has_the_same_pods_and_starts_each_again():
 def test_the_schema_has_all_fields(document, version):
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate, as .ci/run does")
     validate.validate(document, version, strict=True)
+    with_typo = document | {"spec": document["spec"] | {"parralelism": 2}}
+    with pytest.raises(validate.ValidationError, match="parralelism"):
+        validate.validate(with_typo, version, strict=True)

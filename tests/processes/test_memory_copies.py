@@ -83,25 +83,25 @@ def test_a_copy_is_read_onto_another_mesh_and_not_if_it_is_damaged(tmp_path):
         os.kill(lost.workers()[1], signal.SIGKILL)
         ends(lost, 75)
         shutil.copytree(lost.out, tmp_path / "alone")
-        step = on_another_mesh(tmp_path, keeper, whole)
-        not_if_damaged(tmp_path, keeper, step)
+
+        # One process reads both parts; its copies would be too rare to take the place of these.
+        rare = "--keep-in-memory=1000"
+        alone = command(tmp_path, "alone", "--mesh=fsdp=2", rare, "--resume", **keeper.environ)
+        stdout, _ = ends(alone)
+        step = copy_in(stdout)
+        for ours, theirs in zip(record(alone.out), record(whole.out), strict=True):
+            np.testing.assert_allclose(*([x for x in line if x is not None] for line in (ours, theirs)), rtol=1e-5)
+
+        damage_copy(keeper, step)
+        stdout, _ = ends(command(tmp_path, "lost", *MESH, rare, "--resume", **keeper.environ))
+        reason = "(sums differ|index is damaged)"
+        assert re.search(f"the copy in memory of step {step} is not used: .*{reason}", stdout), stdout
+        assert "resumed" not in stdout
 
 
-def on_another_mesh(folder, keeper, whole):
-    """One process reads both parts; its copies would be too rare to take the place of these."""
-    alone = command(folder, "alone", "--mesh=fsdp=2", "--keep-in-memory=1000", "--resume", **keeper.environ)
-    stdout, _ = ends(alone)
-    for ours, theirs in zip(record(alone.out), record(whole.out), strict=True):
-        np.testing.assert_allclose(*([x for x in line if x is not None] for line in (ours, theirs)), rtol=1e-5)
-    return copy_in(stdout)
-
-
-def not_if_damaged(folder, keeper, step):
+def damage_copy(keeper, step):
+    """Changes a bit of the part of process 1."""
     client = KeeperClient.of_supervisor(keeper.environ)
     part = next(part for part in client.parts()[0] if (part.step, part.process) == (step, 1))
     client.close()
-    data = keeper._server.parts[part]
-    data[-2] ^= 1
-    stdout, _ = ends(command(folder, "lost", *MESH, "--keep-in-memory=1000", "--resume", **keeper.environ))
-    assert re.search(f"the copy in memory of step {step} is not used: .*(sums differ|index is damaged)", stdout), stdout
-    assert "resumed" not in stdout
+    keeper._server.parts[part][-2] ^= 1
