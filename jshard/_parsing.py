@@ -302,19 +302,27 @@ def _fault_of_fields(value: object, kind: Any, where: str) -> str | None:
     """Returns the fault of a table that is to become a dataclass: unlike a TypedDict it has no further keys."""
     if not isinstance(value, dict):
         return _mismatch(value, where, "a table")
+    fault = _fault_of_keys(value, dataclasses.fields(kind), where)
+    if fault is not None:
+        return fault
     hints = _hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    # A misspelt key comes first: it explains why another one is missing.
-    for key in value:
-        if key not in fields:
-            return f"{where or 'it'} has the unknown key {shown(key)}"
-    missing = [name for name, field in fields.items() if name not in value and _is_required(field)]
-    if missing:
-        return f"{where or 'it'} lacks {', '.join(missing)}"
     for key, item in value.items():
         fault = _fault(item, hints[key], _below(where, key))
         if fault is not None:
             return fault
+    return None
+
+
+def _fault_of_keys(value: Mapping[Any, Any], fields: Sequence[dataclasses.Field[Any]], where: str) -> str | None:
+    """Returns the fault of the keys of a table: one that is no field, or fields that are missing."""
+    names = {field.name for field in fields}
+    # A misspelt key comes first: it explains why another one is missing.
+    for key in value:
+        if key not in names:
+            return f"{where or 'it'} has the unknown key {shown(key)}"
+    missing = [field.name for field in fields if field.name not in value and _is_required(field)]
+    if missing:
+        return f"{where or 'it'} lacks {', '.join(missing)}"
     return None
 
 

@@ -18,6 +18,8 @@ CASTS = frozenset({"pvary", "reduced_vary_cast", "reduced_vary_cast_p"})
 
 _CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _KERNELS = frozenset({"pallas_call", "core_map", "mosaic_gpu"})  # their programs are run by a compiler of their own
+_SHARDING_PARAMS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+"""The parameter that has the requested sharding, by primitive."""
 
 
 def without_varying(jaxpr: jex.Jaxpr, consts: Sequence[Value]) -> Callable[..., list[Any]]:
@@ -63,10 +65,9 @@ def _run(eqn: jex.JaxprEqn, operands: list[Value]) -> list[Value]:
         return without_varying(inner.jaxpr, inner.consts)(*operands)
     if name == "shard_map":
         return _run_shard_map(params, operands)
-    if name == "sharding_constraint":
-        return [_constrained(x, params["sharding"]) for x in operands]
-    if name == "reshard":
-        return [_constrained(x, params["dst_sharding"]) for x in operands]
+    if name in _SHARDING_PARAMS:
+        sharding = params[_SHARDING_PARAMS[name]]
+        return [_constrained(x, sharding) for x in operands]
     is_kernel = name in _KERNELS
     plain_params = {key: _plain(value, is_kernel=is_kernel) for key, value in params.items()}
     return bind(eqn.replace(params=plain_params), operands)

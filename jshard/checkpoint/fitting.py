@@ -224,20 +224,34 @@ def _advice(
             "only floating dtypes, and integers to wider ones, are converted automatically.",
             "use the stored dtypes in `like`, and convert the result: x.astype(jnp.int32).",
         )
-    do = f"build `like` with the settings of the saved run. Its contents: jshard ckpt inspect {path}"
-    idle = [prefix for prefix in rename if not any(is_in(prefix, key) for key in targets)]
+    idle = _prefixes_without_leaf(rename, targets)
     if idle:
         why += f"\n`rename` maps paths of `like`, and no leaf of `like` has it: {', '.join(idle)}."
+    lines = [f"build `like` with the settings of the saved run. Its contents: jshard ckpt inspect {path}"]
     if not match.problems:  # of which no policy helps
-        if len(match.missing) == len(match.extra) == 1:
-            (lost,), (surplus,) = match.missing, match.extra
-            if _shape(targets[lost]) == _shape(stored[surplus]):
-                do += f"\nrename={json.dumps({lost: surplus})} reads the one as the other."
-        if match.missing:
-            do += '\nmissing="init" keeps the values of `like` for leaves that are not stored.'
-        if match.extra:
-            do += '\nextra="ignore" skips stored leaves that are not wanted.'
-    return _Advice(why, do)
+        lines += _policies_that_help(match, stored, targets)
+    return _Advice(why, "\n".join(lines))
+
+
+def _prefixes_without_leaf(rename: Mapping[str, str], targets: Mapping[str, Target]) -> list[str]:
+    """Returns the renamed prefixes that no leaf of `like` has: they have no effect."""
+    return [prefix for prefix in rename if not any(is_in(prefix, path) for path in targets)]
+
+
+def _policies_that_help(match: Match, stored: Mapping[str, StoredLeaf], targets: Mapping[str, Target]) -> list[str]:
+    """Returns a line for each policy with which the restore would succeed."""
+    lines = []
+    if len(match.missing) == len(match.extra) == 1:
+        (missing_path,) = match.missing
+        (extra_path,) = match.extra
+        # Of one shape, they may be one leaf under two names.
+        if _shape(targets[missing_path]) == _shape(stored[extra_path]):
+            lines.append(f"rename={json.dumps({missing_path: extra_path})} reads the one as the other.")
+    if match.missing:
+        lines.append('missing="init" keeps the values of `like` for leaves that are not stored.')
+    if match.extra:
+        lines.append('extra="ignore" skips stored leaves that are not wanted.')
+    return lines
 
 
 class _Move(NamedTuple):

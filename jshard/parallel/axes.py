@@ -56,6 +56,27 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         )
     where = f"js.parallel.split({plain_class(model).__name__}, ...)"
     params = [(dotted(path), variable) for path, variable in walk(model) if isinstance(variable, nnx.Param)]
+    assignments, faults = _assign_axes(params, table)
+    if faults:
+        raise _table_does_not_fit(where, faults, [path for path, _ in params])
+    check_not_placed(model, where)
+    # Only now: a table with a fault changes no parameter.
+    for assignment in assignments:
+        assignment.variable.set_metadata(out_sharding=assignment.entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AxisAssignment:
+    """The mesh axes of a parameter's dims."""
+
+    variable: nnx.Param
+    entries: tuple[Entry, ...]
+
+
+def _assign_axes(
+    params: Sequence[tuple[str, nnx.Param]], table: Mapping[str, Sequence[Entry]]
+) -> tuple[list[_AxisAssignment], list[str]]:
+    """Returns the axes of each parameter that a pattern matches, and what is wrong with the table."""
     assignments: list[_AxisAssignment] = []
     faults = []
     # Patterns without a parameter are an error: a typing error would leave a parameter whole, silently.
@@ -73,28 +94,19 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         num_leading_dims = ndim - len(entries)
         assignments.append(_AxisAssignment(variable, (None,) * num_leading_dims + entries))
     faults += [f"{pattern!r} matches no parameter" for pattern in unused]
-    if faults:
-        listed = ", ".join(path for path, _ in params[:4])
-        if len(params) > 4:
-            listed += ", ..."
-        raise AnnotationError(
-            "A row of the table matches no parameter.",
-            where=[f"{where}: {fault}" for fault in faults],
-            why=f"each entry is for one of the last dims; the parameters are {listed}.",
-            do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # * matches anything',
-        )
-    check_not_placed(model, where)
-    # Only now: a table with a fault changes no parameter.
-    for assignment in assignments:
-        assignment.variable.set_metadata(out_sharding=assignment.entries)
+    return assignments, faults
 
 
-@dataclasses.dataclass(frozen=True)
-class _AxisAssignment:
-    """The mesh axes of a parameter's dims."""
-
-    variable: nnx.Param
-    entries: tuple[Entry, ...]
+def _table_does_not_fit(where: str, faults: Sequence[str], param_paths: Sequence[str]) -> AnnotationError:
+    listed = ", ".join(param_paths[:4])
+    if len(param_paths) > 4:
+        listed += ", ..."
+    return AnnotationError(
+        "A row of the table matches no parameter.",
+        where=[f"{where}: {fault}" for fault in faults],
+        why=f"each entry is for one of the last dims; the parameters are {listed}.",
+        do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})  # * matches anything',
+    )
 
 
 def _first_match(path: str, patterns: Iterable[str]) -> str | None:
