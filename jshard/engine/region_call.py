@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -182,10 +182,8 @@ class RegionCall(ProgramCall):
         num_operands = len(wrt)
         differentiated = [i for i, is_differentiated in enumerate(wrt) if is_differentiated]
         tangent_operands = [of_tangent(self.operands[i]) for i in differentiated]
-        tangents_of_examples = set()  # their positions: tangents are the operands behind the others
-        for position, i in enumerate(differentiated, num_operands):
-            if i in self.examples:
-                tangents_of_examples.add(position)
+        # Tangents are the operands behind the others.
+        tangents_of_examples = _positions_among(differentiated, self.examples, first=num_operands)
         num_targets = len(self.targets)
         order = Pushforward.order_of(has_tangent, num_targets)
         with_tangent = has_tangent[:num_targets]
@@ -211,20 +209,18 @@ class RegionCall(ProgramCall):
         known = [i for i, is_linear in enumerate(linear) if not is_linear]  # the operands that stay operands
         num_params = sum(i < self.program.num_params for i in known)
         cotangents = [self._result_crossing(i) for i, is_live in enumerate(live) if is_live]
-        examples = frozenset(k for k, i in enumerate(known) if i in self.examples)
-        constants = frozenset(k for k, i in enumerate(known) if i in self.constants)
         return dataclasses.replace(
             self,
             program=Program(transposed_program(self.program.jaxpr, linear, live), num_params),
             avals=(*others(linear, self.avals), *picked(live, self.result_avals)),
             operands=(*others(linear, self.operands), *cotangents),
-            examples=examples,
+            examples=_positions_among(known, self.examples),
             targets=tuple(picked(linear, self.operands)),
             target_avals=tuple(picked(linear, self.avals)),
             phase=BACKWARD,
             part=f"transpose of {self.part}",
             returns_copies=False,
-            constants=constants,
+            constants=_positions_among(known, self.constants),
             constant_results=frozenset(),
             adjoint=None,
         )
@@ -331,6 +327,15 @@ class MappedRegionCall(MappedCall):
             shape = (*results[i].shape[:1], *aval.shape) if is_mapped else aval.shape
             left[i] = _padded(results[i], shape)
         return left
+
+
+def _positions_among(operands: Sequence[int], chosen: Collection[int], *, first: int = 0) -> frozenset[int]:
+    """Returns where the chosen ones are in a list of operands, counted from a number."""
+    positions = set()
+    for position, operand in enumerate(operands, first):
+        if operand in chosen:
+            positions.add(position)
+    return frozenset(positions)
 
 
 def _padded(x: jax.Array, shape: Sequence[int]) -> jax.Array:

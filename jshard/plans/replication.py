@@ -125,22 +125,31 @@ def _check_parameters(
     large_from = _large_from_bytes(total_bytes)
     large = {path: placement for path, placement in indivisible.items() if placement.logical_bytes >= large_from}
     if large:
-        raise AnnotationError(
-            f"{len(large)} large parameter(s) of {name} would be replicated.",
-            where=_descriptions(large),
-            why=f"no dim divides by {axes}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
-            f" model's {total_bytes} bytes.",
-            do=f"accept it: {_line_to_accept(list(large))},\nor pad it: placement=js.PlacementPolicy(shard_dim=0).",
-        )
+        raise _large_parameters(name, large, axes, total_bytes)
     if indivisible:
-        indivisible_bytes = _total_bytes(indivisible.values())
-        listed = _listed(_descriptions(indivisible))
-        _compat.warn_user(
-            f"{len(indivisible)} parameter(s) of {name} are replicated, because no dim divides by {axes}. Each device"
-            f" holds all {indivisible_bytes} bytes of them, {indivisible_bytes / total_bytes:.1%} of the model:{listed}"
-            f"\n  To accept it: {_line_to_accept(list(indivisible))}."
-            " To pad them: placement=js.PlacementPolicy(shard_dim=0).",
-        )
+        _warn_of_small_parameters(name, indivisible, axes, total_bytes)
+
+
+def _large_parameters(name: str, large: Mapping[str, Placement], axes: str, total_bytes: int) -> AnnotationError:
+    return AnnotationError(
+        f"{len(large)} large parameter(s) of {name} would be replicated.",
+        where=_descriptions(large),
+        why=f"no dim divides by {axes}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
+        f" model's {total_bytes} bytes.",
+        do=f"accept it: {_line_to_accept(list(large))},\nor pad it: placement=js.PlacementPolicy(shard_dim=0).",
+    )
+
+
+def _warn_of_small_parameters(name: str, indivisible: Mapping[str, Placement], axes: str, total_bytes: int) -> None:
+    replicated_bytes = _total_bytes(indivisible.values())
+    share = f"{replicated_bytes / total_bytes:.1%}"
+    listed = _listed(_descriptions(indivisible))
+    _compat.warn_user(
+        f"{len(indivisible)} parameter(s) of {name} are replicated, because no dim divides by {axes}. Each device"
+        f" holds all {replicated_bytes} bytes of them, {share} of the model:{listed}"
+        f"\n  To accept it: {_line_to_accept(list(indivisible))}."
+        " To pad them: placement=js.PlacementPolicy(shard_dim=0).",
+    )
 
 
 def _check_keep_patterns_used(name: str, paths: list[str], precision: MixedPrecision) -> None:
