@@ -39,7 +39,7 @@ UNIT_BYTES = 2 * (2048 * (4 * 2048 + 2 * 8192) + 8192 + 2048)  # of a block, in 
 def compiled(
     *,
     scan: bool = False,
-    ahead: int | str | None = 1,
+    ahead: int | str = 1,
     loop: bool = False,
     profile: str | None = "fastest",
     half: bool = False,
@@ -142,7 +142,7 @@ def overlapped(found: Audit) -> float:
 
 
 def test_unrolled_the_chain_overlaps_and_bounds_memory():
-    chain, free = compiled(), compiled(ahead=None)
+    chain, free = compiled(), compiled(ahead="compiler")
     assert overlapped(chain) > max(0.85, overlapped(free))
     gathers, reduces, _ = amounts(chain)
     assert gathers == pytest.approx(2.0, abs=0.02)  # re-gathers are not merged with the gathers of forward
