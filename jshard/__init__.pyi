@@ -18,6 +18,11 @@ from jshard.engine.context import global_view as global_view
 from jshard.engine.per_example import per_example as per_example
 from jshard.engine.weighted import WeightedMean as WeightedMean
 from jshard.errors import ShardingError as ShardingError
+from jshard.in_memory.gathering import gather as gather
+from jshard.in_memory.loading import load as load
+from jshard.in_memory.resharding import ReshardPlan as ReshardPlan
+from jshard.in_memory.resharding import reshard as reshard
+from jshard.in_memory.resharding import reshard_plan as reshard_plan
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import explain as explain

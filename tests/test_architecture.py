@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(js.__file__).parent
 # From top to bottom: a room imports those below it, and itself. What stands outside of a room is on the ground.
 CORE = ("api", "linen", "engine", "plans")
 ROOMS = (
-    *("cli", "train", "launch", "occupancy", "cluster", "recipes", "data", "checkpoint", "inspect"),
+    *("cli", "train", "launch", "occupancy", "cluster", "recipes", "data", "in_memory", "checkpoint", "inspect"),
     *("parallel", "kernels", *CORE, "facts", "ground"),
 )
 MOST_PARAMETERS = 9

@@ -16,10 +16,10 @@ from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_arrays, linen_shapes
 from jshard.plans.checks import check_variables
 from jshard.plans.mesh import AnyMesh, check_has_devices
-from jshard.plans.padding import padding_of, store
+from jshard.plans.padding import logical, padding_of, store
 from jshard.plans.plan import record_of
 from jshard.plans.replication import check_replicated, others_of
-from jshard.plans.units import Path, dotted, holds_array, plain_class, walk
+from jshard.plans.units import Path, detach, dotted, holds_array, nested_units, plain_class, walk
 
 M = TypeVar("M")
 
@@ -103,6 +103,20 @@ def shard_init(
         if path in planned:
             store(variable, padding_of(planned[path]), variable.get_raw_value())
     return _annotated(model, annotate)  # the arrays are already placed: nothing moves
+
+
+def abstract_copy(model: nnx.Module, annotate: Callable[[M], object]) -> M:
+    """Returns an annotated model without its arrays, annotated anew: what `abstract_init` would of the plain model."""
+    graphdef, state = nnx.split(model)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    copy: Any = nnx.merge(graphdef, shapes)
+    for _, module in list(nested_units(copy)):
+        detach(module)
+    for _, variable in walk(copy):
+        if padding_of(variable) is not None:
+            # The other mesh has another padding, or none.
+            store(variable, None, logical(variable).get_raw_value())
+    return _annotated(copy, annotate)
 
 
 def _traceable(build: Callable[[], M]) -> Callable[[], M]:

@@ -129,6 +129,8 @@ def abstract_optimizer(
     places = _places(model, over_replica=shard_replicated)
     # Updates are added to parameters, which are never split over `replica`: this gathers them again.
     placed_tx = _placed_transformation(tx, places, _places(model, over_replica=False), mesh)
+    placed_tx.original = tx
+    placed_tx.shard_replicated = shard_replicated
     kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
     optimizer = nnx.eval_shape(lambda model: kind(model, placed_tx, wrt=wrt), model)
     graphdef, state = nnx.split(_with_padding(optimizer, places))
@@ -136,6 +138,16 @@ def abstract_optimizer(
     for path, variable in nnx.to_flat_state(state):
         sharded.append((path, _with_shardings(path, variable, places, mesh)))
     return _with_homes(nnx.merge(graphdef, nnx.from_flat_state(sharded)))
+
+
+def optimizer_like(optimizer: nnx.Optimizer, model: nnx.Module) -> nnx.Optimizer:
+    """Returns the abstract optimizer for another annotation of a model: the same transformation, on another mesh."""
+    tx = optimizer.tx
+    shard_replicated = False
+    if isinstance(tx, _PlacedTransformation):
+        shard_replicated = tx.shard_replicated
+        tx = tx.original
+    return abstract_optimizer(model, tx, wrt=optimizer.wrt, shard_replicated=shard_replicated)
 
 
 def _check_is_whole(model: object) -> None:
@@ -225,14 +237,22 @@ def _with_homes(optimizer: Opt) -> Opt:
 
 
 class _PlacedTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation that constrains its state to a plan, and so belongs to the plan's mesh."""
+    """A transformation that constrains its state to a plan, and so belongs to the plan's mesh.
+
+    Attributes:
+        mesh: of the plan.
+        original: the user's transformation, which belongs to no mesh.
+        shard_replicated: as in `shard_optimizer`.
+    """
 
     mesh: Mesh
+    original: optax.GradientTransformation
+    shard_replicated: bool
 
 
 def _placed_transformation(
     tx: optax.GradientTransformation, places: StatePlaces, parameters: StatePlaces, mesh: Mesh
-) -> optax.GradientTransformationExtraArgs:
+) -> _PlacedTransformation:
     """Returns the transformation on logical arrays.
 
     Removing and adding padding is local to each device: inside a program arrays may be sharded unevenly.

@@ -103,7 +103,10 @@ class _FinishedLeaves:
 
 
 class RestoreOperation:
-    """A matched restore that has not started; its arguments are those of `restore`."""
+    """A matched restore that has not started; its arguments are those of `restore`.
+
+    With `casts_are_shown` a warning lists the leaves whose dtype changes.
+    """
 
     def __init__(
         self,
@@ -116,8 +119,10 @@ class RestoreOperation:
         extra: Extra = "error",
         read_once: bool = False,
         mmap: bool = False,
+        casts_are_shown: bool = True,
     ) -> None:
         self.opened = opened
+        self._casts_are_shown = casts_are_shown
         self._like = like
         self._read_once = read_once
         self._mmap = mmap
@@ -217,6 +222,17 @@ class RestoreOperation:
         rest = tuple(path for path in self.match.extra if path not in copies)
         self.match = dataclasses.replace(self.match, extra=rest)
         return copies
+
+    @property
+    def dtypes(self) -> dict[str, np.dtype]:
+        """The dtypes of the arrays to restore, by stored path; without those restored in several dtypes."""
+        dtypes: dict[str, set[np.dtype]] = collections.defaultdict(set)
+        for key, pick in self.match.picks.items():
+            target = self._targets[key]
+            if isinstance(target, jax.ShapeDtypeStruct):
+                for path in pick.stored:
+                    dtypes[path].add(target.dtype)
+        return {path: of_path.pop() for path, of_path in dtypes.items() if len(of_path) == 1}
 
     @functools.cached_property
     def reads(self) -> dict[str, Target]:
@@ -388,7 +404,7 @@ class RestoreOperation:
         # Saved by a version, or a library, that numbers them: their order then is not known.
         in_order = "stored by number, and read in the order of `like`"
         notes = [
-            _list("leaf changes dtype", "leaves change dtype", match.casts),
+            _list("leaf changes dtype", "leaves change dtype", match.casts if self._casts_are_shown else ()),
             _list("leaf keeps its value in `like`", "leaves keep their values in `like`", match.missing),
             _list("leaf stays abstract, as in `like`", "leaves stay abstract, as in `like`", sorted(abstract)),
             _list("stored leaf is skipped", "stored leaves are skipped", match.extra),

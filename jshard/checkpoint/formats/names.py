@@ -129,8 +129,8 @@ class NamedSource:
 
 
 @dataclass(frozen=True)
-class _Origin:
-    """Where an array to be written comes from."""
+class Origin:
+    """Where an array in another library's layout comes from."""
 
     path: str  # of the leaf
     stored: Stored
@@ -138,7 +138,12 @@ class _Origin:
 
 
 class ForeignSource:
-    """The inverse of `NamedSource`: jshard leaves under another library's names, for export."""
+    """The inverse of `NamedSource`: jshard leaves under another library's names, for export.
+
+    Attributes:
+        leaves: the arrays of the other library, by their names there.
+        origins: what each of them is made of.
+    """
 
     def __init__(self, source: ArraySource, names: Names) -> None:
         self._source = source
@@ -151,7 +156,7 @@ class ForeignSource:
                 do="export only the parameters, or add the names to the table, hf_names(config) of the model file.",
             )
         self.leaves: dict[str, StoredLeaf] = {}
-        self._origins: dict[str, _Origin] = {}
+        self.origins: dict[str, Origin] = {}
         for path, leaf in source.leaves.items():
             stored = _stored(names[path])
             # By the leaf, as the stored arrays do not exist yet.
@@ -160,11 +165,11 @@ class ForeignSource:
                 shape = _cut_shape(leaf.shape, stored, array)
                 shape = _in_stored_order(shape, stored.order(len(shape)))
                 self.leaves[array.name] = stored_array(shape, np.dtype(leaf.dtype))
-                self._origins[array.name] = _Origin(path, stored, array.start)
+                self.origins[array.name] = Origin(path, stored, array.start)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Reads a box of a leaf in the other library's layout."""
-        origin = self._origins[name]
+        origin = self.origins[name]
         stored = origin.stored
         stored_limits = bounds(box, self.leaves[name].shape)
         if stored.parts > 1:

@@ -317,3 +317,27 @@ def _filled_tree(tree: PyTree, name: Path, leaves: Mapping[Path, object]) -> PyT
         filled.append(named.rebuild(children))
     # A padded box is no leaf of this structure: it keeps its class, and gets the array.
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_named), filled)
+
+
+def plain_like(like: PyTree, leaves: Mapping[Path, object]) -> PyTree:
+    """Returns other leaves in the structure of `like`, with plain dicts for Flax's objects, and arrays for boxes.
+
+    The keys of these dicts are those of `nnx.to_pure_dict`: names, and numbers for the items of lists.
+    """
+    plain = {name: _plain_part(value, name, leaves) for name, value in parts_of(like)}
+    if _is_dict(like):
+        return {key: plain[(name,)] for key, name in names_by_key(like).items()}
+    return plain[()]
+
+
+def _plain_part(value: PyTree, name: Path, leaves: Mapping[Path, object]) -> PyTree:
+    if not isinstance(value, nnx.Pytree | nnx.State):
+        return jax.tree.map(_unboxed, _filled_tree(value, name, leaves), is_leaf=is_padded)
+    state = value if isinstance(value, nnx.State) else nnx.state(value)
+    filled = _filled_state(state, value, name, leaves)
+    return nnx.to_pure_dict(filled)
+
+
+def _unboxed(node: PyTree) -> PyTree:
+    """Returns what a box holds, which is not padded here."""
+    return node.value if is_padded(node) else node

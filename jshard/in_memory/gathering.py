@@ -1,0 +1,83 @@
+"""`js.gather`: whole values of a sharded state, a leaf at a time."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard._types import PyTree
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.state import leaves as _leaves
+from jshard.in_memory.arrays import moved, on_hosts
+from jshard.in_memory.live_state import LiveState
+
+Where = Literal["host", "process0", "all"]
+
+
+def gather(state: PyTree, *, where: Where = "host") -> PyTree:
+    """Returns the whole values of a sharded state as a plain tree, in which nothing is padded.
+
+    It works through the state leaf by leaf, so that no device ever holds more than one shard of another device beside
+    its own, and the values of one process never pass through another. All processes call it together.
+
+    Args:
+        state: an annotated model, an optimizer, Linen parameters, a `TrainState`, or a dict of these.
+        where: `"host"`: NumPy arrays in every process. `"process0"`: in process 0 alone; the others get None.
+            `"all"`: JAX arrays that every device of the state's mesh holds whole.
+
+    Returns:
+        For Flax's nnx objects a nested dict with the keys of `nnx.to_pure_dict`: `values["blocks"][0]["kernel"]`. The
+        state of an optimizer is under the names of its parameters: `values["opt_state"][0]["mu"]["blocks"]...`. Other
+        trees keep their structure. A random key becomes its numbers. `js.load` is the inverse.
+
+    Raises:
+        CheckpointError: `where` is another text, or an array is deleted, as after a step that donates it.
+
+    Examples:
+        >>> values = js.gather(model)
+        >>> np.savez("weights.npz", **{"/".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(model))})
+    """
+    if where not in get_args(Where):
+        raise CheckpointError(
+            "There is no such place to gather to.",
+            where=f"gather(where={where!r})",
+            why=f"the places are {', '.join(get_args(Where))}.",
+            do='js.gather(model, where="host")',
+        )
+    live = LiveState(state)
+    is_receiver = where != "process0" or jax.process_index() == 0
+    values: dict[_leaves.Path, object] = {}
+    for path, leaf in _leaves.flatten(state).items():
+        key = _leaves.text(path)
+        is_array = key in live.leaves and live.leaves[key].is_array
+        values[path] = _gathered(live, key, where) if is_array else leaf
+    if not is_receiver:
+        return None
+    return _leaves.plain_like(state, values)
+
+
+def _gathered(live: LiveState, key: str, where: Where) -> np.ndarray | jax.Array | None:
+    """Returns one array, whole; None where it is not wanted."""
+    array = live.source_of(key)
+    shape = live.leaves[key].shape
+    if not isinstance(array, jax.Array):
+        return np.array(array)
+    if where == "all":
+        return moved(array, shape, _replicated(array, shape))
+    if array.is_fully_addressable:
+        is_receiver = where == "host" or jax.process_index() == 0
+        return on_hosts(array, shape, [jax.process_index()]) if is_receiver else None
+    processes = range(jax.process_count()) if where == "host" else [0]
+    return on_hosts(array, shape, processes)
+
+
+def _replicated(array: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Returns an array of this shape that all devices of an array hold whole."""
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype), sharding=sharding)

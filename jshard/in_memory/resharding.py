@@ -1,0 +1,227 @@
+"""`js.reshard`: a state moves to another mesh, strategy or layout in memory; `js.reshard_plan` forecasts it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard._text import human_bytes
+from jshard._types import PyTree
+from jshard.api.init import abstract_copy
+from jshard.api.optimizer import optimizer_like
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats import Names
+from jshard.checkpoint.restore_operation import Extra, Missing, RestoreOperation
+from jshard.checkpoint.saving import TIMEOUT_S
+from jshard.in_memory.arrays import transfers_for
+from jshard.in_memory.live_state import LiveState
+from jshard.in_memory.named import NamedLiveState
+from jshard.in_memory.transfers import least_elements, moved_elements, shards_of
+from jshard.plans.plan import record_of
+
+Target: TypeAlias = Any
+"""A function that annotates a model; or a state, live or abstract, whose arrays say where they are to be."""
+
+
+def reshard(
+    state: PyTree,
+    target: Target,
+    *,
+    only: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    missing: Missing = "error",
+    extra: Extra = "error",
+    names: Names | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> PyTree:
+    """Moves a state to another mesh, in memory: other degrees, another strategy, more or fewer devices.
+
+    Each device sends only what another one lacks, a leaf at a time, from shard to shard: nothing is whole on a device,
+    and nothing passes through a file or, on devices of one kind, a host. The two meshes may share their devices, some
+    of them, or none. Every process that has a device of either mesh calls it; one that has none of the state's devices
+    passes an abstract state, whose shardings name them.
+
+    Where the target has a smaller float dtype, such as bfloat16 for generation, values are cast before they are sent.
+
+    Args:
+        state: an annotated model; or a dict with one, its optimizer and other arrays; or any tree of sharded arrays.
+        target: a function that annotates the model for the other mesh, as for `js.shard_init`; arrays beside the model
+            are then replicated on that mesh. Or a state of the same structure, live or abstract, such as a Linen
+            model's from `js.abstract_init`: every array goes where its counterpart is. It is not changed.
+        only: as in `js.checkpoint.restore`.
+        rename: as in `js.checkpoint.restore`.
+        missing: as in `js.checkpoint.restore`.
+        extra: as in `js.checkpoint.restore`.
+        names: another library's names for the leaves of the model, as from `hf_names(config)` in a model file: the
+            target is then a flat dict of arrays by those names, in that library's layout, as a server of the model
+            may hold them.
+        timeout_s: how long to wait for other processes.
+
+    Returns:
+        New objects of the kinds in the target; for a function, of those in `state`.
+
+    Raises:
+        CheckpointError: the leaves do not match, or an array is deleted.
+        AnnotationError: as `target`, which annotates the model, raises.
+
+    Examples:
+        >>> served = js.reshard(model, annotate)
+    """
+    operation, live = _operation(state, target, names=names, only=only, rename=rename, missing=missing, extra=extra)
+    live.casts.update(_narrower(operation))
+    return operation.run(verify=False, timeout_s=timeout_s)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReshardPlan:
+    """What `js.reshard` will do, computed from shardings alone.
+
+    Attributes:
+        moved_bytes: that leave their device, over all devices.
+        least_bytes: that devices of the target need and do not hold: no way to move the state sends fewer.
+        between_processes_bytes: the part of `moved_bytes` that goes from one process to another.
+        total_bytes: of the target, over all devices.
+        extra_bytes: that one device holds at most beside its shards of both states: while a leaf is moved, a shard
+            of it in the place of one that the device lacks, and what has arrived of it.
+    """
+
+    moved_bytes: int
+    least_bytes: int
+    between_processes_bytes: int
+    total_bytes: int
+    extra_bytes: int
+
+    def __str__(self) -> str:
+        moved = human_bytes(self.moved_bytes, 1)
+        total = human_bytes(self.total_bytes, 1)
+        between = human_bytes(self.between_processes_bytes, 1)
+        extra = human_bytes(self.extra_bytes, 1)
+        return (
+            f"{moved} to move (at least {human_bytes(self.least_bytes, 1)}) of {total}, {between} of them between"
+            f" processes; up to {extra} on a device beside its shards"
+        )
+
+
+def reshard_plan(state: PyTree, target: Target, *, names: Names | None = None, **options: Any) -> ReshardPlan:
+    """Forecasts what `js.reshard` will move, and the memory that it needs; nothing is moved.
+
+    Args:
+        state: see `js.reshard`; it may be abstract.
+        target: see `js.reshard`.
+        names: see `js.reshard`.
+        **options: `only`, `rename`, `missing` and `extra` of `js.reshard`.
+
+    Returns:
+        The forecast, printed as one line.
+
+    Raises:
+        CheckpointError: as by `js.reshard`.
+
+    Examples:
+        >>> print(js.reshard_plan(model, annotate))
+    """
+    operation, live = _operation(state, target, names=names, **options)
+    live.casts.update(_narrower(operation))
+    moved_bytes = 0
+    least_bytes = 0
+    between_processes_bytes = 0
+    total_bytes = 0
+    extra_bytes = 0
+    for path, leaf_target in operation.reads.items():
+        leaf = live.leaves[path]
+        array = live.placed_as(path)
+        if array is None or not isinstance(leaf_target, jax.ShapeDtypeStruct) or leaf_target.sharding is None:
+            continue
+        itemsize = jnp.dtype(array.dtype).itemsize
+        transfers = transfers_for(array.sharding, array.shape, leaf.shape, leaf_target)
+        sources = shards_of(array.sharding, array.shape, leaf.shape)
+        targets = shards_of(leaf_target.sharding, leaf_target.shape, leaf.shape)
+        remote = [each for each in transfers if each.source.device.process_index != each.target.device.process_index]
+        source_block = int(np.prod(array.sharding.shard_shape(array.shape)))
+        target_block = int(np.prod(leaf_target.sharding.shard_shape(leaf_target.shape)))
+        moved_bytes += itemsize * moved_elements(transfers)
+        least_bytes += itemsize * least_elements(sources, targets)
+        between_processes_bytes += itemsize * moved_elements(remote)
+        total_bytes += itemsize * target_block * len(leaf_target.sharding.device_set)
+        extra_bytes = max(extra_bytes, itemsize * (source_block + 2 * target_block))
+    return ReshardPlan(
+        moved_bytes=moved_bytes,
+        least_bytes=least_bytes,
+        between_processes_bytes=between_processes_bytes,
+        total_bytes=total_bytes,
+        extra_bytes=extra_bytes,
+    )
+
+
+def _operation(
+    state: PyTree, target: Target, *, names: Names | None, **options: Any
+) -> tuple[RestoreOperation, LiveState]:
+    """Returns the matched move, and the state that it reads."""
+    live = LiveState(state) if names is None else NamedLiveState(state, names)
+    return RestoreOperation(live, _like(state, target), casts_are_shown=False, **options), live
+
+
+def _like(state: PyTree, target: Target) -> PyTree:
+    """Returns the state whose arrays are where those of `state` are to be."""
+    if not callable(target) or isinstance(target, nnx.Module | nn.Module):
+        return target
+    if isinstance(state, nnx.Module):
+        return abstract_copy(state, target)
+    models = _models_in(state)
+    if len(models) != 1:
+        raise CheckpointError(
+            "The annotation does not say which model it is for.",
+            where=f"reshard({type(state).__name__}, {getattr(target, '__name__', 'annotate')})",
+            why=f"the state has {len(models)} annotated nnx models; a function annotates one.",
+            do='js.reshard({"model": model, "optimizer": optimizer}, annotate)  # or, of Linen parameters:\n'
+            "js.reshard(params, js.abstract_init(lambda: model.init(key, x), model_on_the_other_mesh))",
+        )
+    (name,) = models
+    model = abstract_copy(state[name], target)
+    mesh = record_of(model).mesh
+    like = {}
+    for key, value in state.items():
+        if key == name:
+            like[key] = model
+        elif isinstance(value, nnx.Optimizer):
+            like[key] = optimizer_like(value, model)
+        else:
+            like[key] = jax.tree.map(lambda x: _replicated(x, mesh), value)
+    return like
+
+
+def _models_in(state: PyTree) -> list[str]:
+    """Returns the names of the models in a state."""
+    if not isinstance(state, Mapping):
+        return []
+    return [name for name, value in state.items() if isinstance(value, nnx.Module) and not _is_optimizer(value)]
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, nnx.Optimizer)
+
+
+def _replicated(leaf: Any, mesh: Any) -> Any:
+    """Returns an array without its values, whole on every device of a mesh; other leaves as they are."""
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def _narrower(operation: RestoreOperation) -> dict[str, np.dtype]:
+    """Returns the dtypes of leaves that become smaller floats, by stored path."""
+    casts = {}
+    for path, dtype in operation.dtypes.items():
+        stored_dtype = jnp.dtype(operation.opened.leaves[path].dtype)
+        both_floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(stored_dtype, jnp.floating)
+        if both_floats and dtype.itemsize < stored_dtype.itemsize:
+            casts[path] = dtype
+    return casts
