@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import _files, _processes, errors
 from jshard.api.loss_scale import LossScale
-from jshard.api.revise import revise
+from jshard.api.revise import revise_layers
 from jshard.engine.created import check_same
 from jshard.engine.rules import PRIMITIVES
 from jshard.errors import MeshError
@@ -439,8 +439,8 @@ ERRORS: dict[str, Callable[[], object]] = {
     "ungathered: called inside": lambda: call(ungathered(lambda model, x: model.out(model.inner(x))), X),
     "ungathered: read inside": lambda: call(ungathered(lambda model, x: model.out(x @ model.inner.kernel)), X),
     "ungathered: annotated after the root": ungathered_late,
-    "revise: no units inside": lambda: revise(shard(linear(), mesh=js.mesh()), {"remat": "full"}),
-    "revise: no such setting": lambda: revise(shard(linear(), mesh=js.mesh()), {"remat": "full", "depth": 2}),
+    "revise: no units inside": lambda: revise_layers(shard(linear(), mesh=js.mesh()), {"remat": "full"}),
+    "revise: no such setting": lambda: revise_layers(shard(linear(), mesh=js.mesh()), {"remat": "full", "depth": 2}),
     "fully_shard: manual axes": lambda: shard(
         linear(), mesh=jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Manual,))
     ),

@@ -223,7 +223,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     # A unit before its plan is made: the plan is that of all units in the module, itself included.
     attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
     units = _units_seen_from(module)
-    leaves = _leaves(module)
+    leaves = leaves_of(module)
     try:
         plan = make_plan(leaves, units)
     except AnnotationError:
@@ -290,7 +290,7 @@ class _Use:
     around: tuple[Path, ...]  # the units around it, outermost first
 
 
-def _leaves(module: nnx.Module) -> dict[Path, Leaf]:
+def leaves_of(module: nnx.Module) -> dict[Path, Leaf]:
     """Returns the parameters of a module whose units have records, as a plan takes them."""
     # By identity: a module that is used in two places is one unit, with its first path.
     unit_paths = {id(unit_module): path for path, unit_module in nested_units(module)}

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from flax import nnx
 
 import jshard as js
-from jshard.api.revise import has_inner_units, repeated_layers, revise
+from jshard.api.revise import has_inner_units, repeated_layers, revise_layers
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.machine import Machine
@@ -166,9 +166,11 @@ class Costs:
 
     def _revised(self, mesh: _Degrees, units: UnitSettings) -> nnx.Module:
         """Returns the model with other settings of its units."""
-        model = nnx.merge(*nnx.split(self._model(mesh)))  # a copy: `revise` changes it, and the model is in the cache
+        model = nnx.merge(
+            *nnx.split(self._model(mesh))
+        )  # a copy: `revise_layers` changes it, and the model is in the cache
         if has_inner_units(model):  # else only the mesh can vary
-            revise(model, units)
+            revise_layers(model, units)
         return model
 
     # ---- what is traced

@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._types import PyTree
-from jshard.api.revise import repeated_layers, revise
+from jshard.api.revise import repeated_layers, revise_layers
 from jshard.engine.context import shapes_only, without_update
 from jshard.plans.mesh import region_degree
 from jshard.plans.placement import Selection
@@ -55,7 +55,7 @@ def activations(
     layers = repeated_layers(model)
     if any(unit_of(module).policy.remat != "none" for module in layers):  # type: ignore[union-attr]
         plain = nnx.merge(*nnx.split(model))
-        revise(plain, {"remat": "none"})
+        revise_layers(plain, {"remat": "none"})
         without_remat = saved_arrays(plain, loss, batch, wrt=wrt)
     return summed(saved, without_remat, layers.values())
 

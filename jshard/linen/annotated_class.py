@@ -46,7 +46,7 @@ def annotated(module: L, root: Unit, units: Any, unit: Unit) -> L:
     unit = dataclasses.replace(unit, optimizer=optimizer)
     annotation = Annotation(type(module), root, tuple(chosen_units(units, unit)))
     # Of a copy: the class of the object itself is changed, and the user's module stays plain.
-    return _annotated_again(module.clone(), annotation)  # type: ignore[return-value]
+    return annotated_again(module.clone(), annotation)  # type: ignore[return-value]
 
 
 def relaid(module: nn.Module, changed: Callable[[Layout], Layout]) -> nn.Module:
@@ -55,7 +55,7 @@ def relaid(module: nn.Module, changed: Callable[[Layout], Layout]) -> nn.Module:
     assert annotation.latest is not None, "its parameters are known"
     layouts = {key: changed(layout) for key, layout in annotation.layouts.items()}
     changed_annotation = dataclasses.replace(annotation, layouts=layouts, latest=changed(annotation.latest))
-    return _annotated_again(annotation.plain(module), changed_annotation)
+    return annotated_again(annotation.plain(module), changed_annotation)
 
 
 def _check(module: nn.Module, placement: PlacementPolicy) -> None:
@@ -109,7 +109,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     @nn.nowrap
     def reduce(self: nn.Module) -> tuple:
         # The class itself cannot be found by name: it is made again from the user's module.
-        return _annotated_again, (annotation.plain(self), annotation)
+        return annotated_again, (annotation.plain(self), annotation)
 
     def plan_for(wrt: Filter) -> ShardPlan:
         return plan_of_training(annotation.layout, wrt)
@@ -123,7 +123,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     return type(base.__name__, (base,), body)
 
 
-def _annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
+def annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
     """Annotates a module in place; called by pickle, because the class is created at run time."""
     object.__setattr__(plain, "__class__", _annotated_class(annotation))
     return plain

@@ -23,7 +23,7 @@ from jshard._types import PyTree
 from jshard.api.init import abstract_init, shard_init
 from jshard.api.loss_scale import LossScale
 from jshard.api.optimizer import abstract_optimizer, shard_optimizer
-from jshard.api.revise import revise
+from jshard.api.revise import revise_layers
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.formats import Names, foreign_source
@@ -107,7 +107,7 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Placer) -
     def annotate(model: nnx.Module) -> None:
         model_file.annotate(model, mesh)
         if model_file.units:
-            revise(model, model_file.units)
+            revise_layers(model, model_file.units)
 
     try:
         model = place(build, annotate)
@@ -123,7 +123,7 @@ def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Pla
     rows = recipe.batch_size // recipe.accumulate
     model = _initialised_linen(module, model_file.loss, batch_of(model_file, recipe, rows), recipe.seed, place)
     if model_file.units:
-        revise(model, model_file.units)
+        revise_layers(model, model_file.units)
     return model
 
 

@@ -197,7 +197,7 @@ class ModelFile:
         hf_config: the contents of its config.json; None if not defined.
         hf_types: the `model_type`s of Hugging Face that it computes.
         wrt: the parameters that are trained, as for `nnx.Optimizer`; the others are frozen.
-        units: settings of the units changed on the command line, by name; see `jshard.api.revise.revise`.
+        units: settings of the units changed on the command line, by name; see `jshard.api.revise.revise_layers`.
     """
 
     path: Path

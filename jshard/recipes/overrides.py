@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jshard._parsing import is_text, shown, whole_number
-from jshard.api.revise import SETTINGS
+from jshard.api.revise import LAYER_SETTINGS
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.policies import Prefetch
 from jshard.plans.remat import check_remat
@@ -323,8 +323,8 @@ def parse_units(texts: Sequence[str]) -> dict[str, bool | int | str | None]:
     settings: dict[str, bool | int | str | None] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
-        if name not in SETTINGS or not value or name in settings:
-            why = f"the settings are {', '.join(SETTINGS)}, each as in js.fully_shard and at most once."
+        if name not in LAYER_SETTINGS or not value or name in settings:
+            why = f"the settings are {', '.join(LAYER_SETTINGS)}, each as in js.fully_shard and at most once."
             raise _refused_unit(text, why)
         settings[name] = _unit_value(text, name, value)
     return settings

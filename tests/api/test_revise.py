@@ -1,4 +1,4 @@
-"""Other settings for the units of an annotated model, and the model as plain Flax would run it."""
+"""Settings of units from the command line, and the model as plain Flax would run it."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.revise import revise
+from jshard.api.revise import revise_layers
 from jshard.engine.context import plain_flax
 from jshard.errors import AnnotationError, ShardingError
 from jshard.recipes.building import abstract_model
@@ -37,7 +37,7 @@ def untied(**settings):
 def test_remat_and_resharding_go_to_the_layers_and_prefetch_to_all_units():
     model = untied()
     before = js.plan(model)
-    revise(model, {"remat": "full", "reshard_after_forward": 4, "prefetch": 2})
+    revise_layers(model, {"remat": "full", "reshard_after_forward": 4, "prefetch": 2})
     found = units(model)
     for name in ("blocks/0", "blocks/1", "blocks/2"):
         assert (found[name].remat, found[name].reshard_after_forward, found[name].prefetch) == ("full", 4, "2")
@@ -48,7 +48,7 @@ def test_remat_and_resharding_go_to_the_layers_and_prefetch_to_all_units():
 
 def test_a_stack_of_layers_is_a_layer():
     model = abstract(Config(layers=3, scanned=True), js.mesh())
-    revise(model, {"remat": "dots"})
+    revise_layers(model, {"remat": "dots"})
     assert units(model)["blocks"].remat == "dots"
 
 
@@ -57,7 +57,7 @@ def test_a_stack_of_layers_is_a_layer():
 )
 def test_what_fully_shard_refuses_is_refused(settings):
     with pytest.raises(AnnotationError):
-        revise(untied(), settings)
+        revise_layers(untied(), settings)
 
 
 def test_the_settings_of_a_command_line():

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.api.optimizer import abstract_optimizer
-from jshard.api.revise import revise
+from jshard.api.revise import revise_layers
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
 from jshard.recipes import building, step
@@ -72,7 +72,7 @@ def test_the_audit_agrees_with_the_plan():
     """XLA:CPU merges the second gather of unrolled layers with the first: so they are gathered once here."""
     recipe, file, mesh = tiny("dhen"), model_file("dhen"), js.mesh(replica=2, fsdp=4)
     model = js.abstract_init(lambda: file.build(recipe.model, nnx.Rngs(0)), lambda model: file.annotate(model, mesh))
-    revise(model, {"reshard_after_forward": False})
+    revise_layers(model, {"reshard_after_forward": False})
     batch = building.batch_like(data_of("dhen", recipe), recipe.batch_size, mesh)
     lowered = nnx.jit(lambda model, batch: nnx.value_and_grad(file.loss_fn)(model, batch)).lower(model, batch).lowered
     found = js.audit(compile_to_read(lowered), model=model)
