@@ -16,6 +16,7 @@ from jshard.checkpoint.formats import Names
 from jshard.checkpoint.formats.names import ForeignSource, Origin
 from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.state.leaves import escape
 from jshard.checkpoint.state.parameter_paths import parameter_paths
 from jshard.in_memory.live_state import LiveState
 from jshard.plans.placement import PlacementPolicy, place
@@ -36,8 +37,9 @@ class NamedLiveState(LiveState):
             self._model_leaves[path_in_model] = self.leaves[path]
             self._path_of[path_in_model] = path
         foreign = ForeignSource(_Described(self._model_leaves), names)
-        self._origins = foreign.origins
-        self.leaves = foreign.leaves
+        # The target is a dict by these names, whose paths have the separators in a key escaped.
+        self._origins = {escape(name): origin for name, origin in foreign.origins.items()}
+        self.leaves = {escape(name): leaf for name, leaf in foreign.leaves.items()}
 
     def source_of(self, path: str) -> Leaf:
         """See `LiveState.source_of`: the array in the other library's layout."""
