@@ -35,6 +35,7 @@ CASES = {
     "published": Case("published", "published step times beside planned ones; needs plan-gpu, and no GPU"),
     "optimizers": Case("optimizers", "how far each Optax optimizer is from one device on sharded state"),
     "checkpoint": Case("checkpoint", "saving and restoring, beside Orbax as it is, PyTorch's DCP, and plain files"),
+    "reshard": Case("reshard", "a model moved to another mesh in memory, beside a checkpoint that is restored there"),
     "sampling": Case("sampling", "tokens per second of jshard sample, with and without what is kept of those before"),
     "copies": Case("copies", "what copies in memory cost beside none, and beside checkpoints as often"),
 }
