@@ -1,7 +1,7 @@
 """What rules are built of: steps that several of them share."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,11 @@ def view_of_program(p: Partitioner, value: Value) -> jax.ShapeDtypeStruct:
 def split_all(p: Partitioner, operands: Sequence[Value], dim: int) -> list[Value]:
     """Returns operands split along a dim. Scalars, such as the start of a reduction, are whole."""
     return [p.split(v, dim) if v.ndim else p.whole(v) for v in operands]
+
+
+def materialize_all(p: Partitioner, values: Iterable[Value]) -> list[Value]:
+    """Returns values as arrays that leave their trace: see `data_free.materialize`."""
+    return [p.materialize(v) for v in values]
 
 
 def shard_shape(p: Partitioner, shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -238,7 +238,7 @@ class Scan:
 
     def _trace_iteration(self, states: list[State]) -> TracedIteration:
         """Traces one iteration for states of the carry. `row_states` and `passed_through` are of the last trace."""
-        start = self._carried(self.carry, states)
+        start = self.carried(self.carry, states)
         row_types = [row_type(v.x) for v in self.scanned]
         states_after: list[State] = []
 
@@ -262,13 +262,13 @@ class Scan:
                 self.passed_through = [positions.get(v) for v in stacked]
                 # Conversions at the end of an iteration run as often as the body.
                 with self.recorded_times(self.length):
-                    carried = self._carried(new_carry, states)
+                    carried = self.carried(new_carry, states)
                 return carried, [v.x for v in stacked if v not in positions]
 
         program = jax.make_jaxpr(step)(_crossing_arrays(self.shared), start, row_types)
         return TracedIteration(states, list(states_after), start, program)
 
-    def _carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[jax.Array]:
+    def carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[jax.Array]:
         """Returns the arrays of a carry in given states."""
         return [self.p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
 
