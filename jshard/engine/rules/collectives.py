@@ -6,7 +6,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jshard.engine.rules.building_blocks import same, view_of_program
+from jshard.engine.rules.building_blocks import run_in_global_view, same
 from jshard.engine.rules.registry import IN_ALL, OperandStates, Partitioner, rule
 from jshard.engine.rules.values import Value, arrays_of, with_arrays
 
@@ -23,16 +23,21 @@ _OVER_DIMS: dict[str, Callable[[jax.Array, tuple[int, ...]], jax.Array]] = {
 def all_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Reduces over the dims that `jax.vmap(axis_name=...)` leaves, then over axes. A sum may stay partial."""
     # `jax.vmap(axis_name=...)` puts the position of its dim where the name was.
-    dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
-    names = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
+    dims: list[int] = []
+    names: list[str] = []
+    for axis in eqn.params["axes"]:
+        if isinstance(axis, int):
+            dims.append(axis)
+        else:
+            names.append(axis)
     # The dim may be the one that is split. So it is a reduction like any other, with a sum over the shards if need be.
     if dims:
-        operands = _reduce_over_dims(p, eqn, operands, dims)
+        operands = _reduce_over_dims(p, eqn, operands, tuple(dims))
     if not names:
         return operands
     if eqn.primitive.name != "psum":
         operands = [p.reduce_partial(v) for v in operands]  # the largest of sums is no sum of the largest
-    return with_arrays(operands, p.bind(eqn, arrays_of(operands), axes=names))
+    return with_arrays(operands, p.bind(eqn, arrays_of(operands), axes=tuple(names)))
 
 
 def _reduce_over_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value], dims: tuple[int, ...]) -> list[Value]:
@@ -42,8 +47,7 @@ def _reduce_over_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value], dims
     def reduce_arrays(*xs: jax.Array) -> list[jax.Array]:
         return [reduce_array(x, dims) for x in xs]
 
-    program = jax.make_jaxpr(reduce_arrays)(*[view_of_program(p, v) for v in operands])
-    return p.run(program.jaxpr, program.consts, operands)
+    return run_in_global_view(p, reduce_arrays, operands)
 
 
 @rule("ppermute", "pbroadcast", "layout_constraint", operands=OperandStates.ANY)

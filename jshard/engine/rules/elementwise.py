@@ -30,7 +30,7 @@ def elementwise(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     dim = split_dim(operands)
     result_size = type_of(eqn.outvars[0]).shape[dim]
     sizes = [p.full_shape(v)[dim] if v.ndim else 1 for v in operands]
-    if any(size not in (1, result_size) for size in sizes):
+    if not {1, result_size}.issuperset(sizes):
         return None  # not one element of the operand for each of the result
     local_operands = []
     for value, size in zip(operands, sizes, strict=True):

@@ -10,7 +10,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jshard.engine.rules.building_blocks import can_be_partial, run_on_free_dim, same, shared_dim
+from jshard.engine.rules.building_blocks import (
+    can_be_partial,
+    remaining_dims,
+    run_on_free_dim,
+    same,
+    shared_dim,
+    whole_all,
+)
 from jshard.engine.rules.index_dims import index_dims_of
 from jshard.engine.rules.registry import IN_ALL, IN_FIRST, Linear, Partitioner, inverse_rule, rule
 from jshard.engine.rules.values import PARTIAL, Value, type_of
@@ -87,12 +94,12 @@ def dynamic_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
     """Slices each shard, along dims that are not split. One row of the split dim is a sum: see `_one_row`."""
     value = operands[0]
     # Each shard slices at the same place.
-    starts = [p.whole(v) for v in operands[1:]]
+    starts = whole_all(p, operands[1:])
     if not value.is_split:
         return None  # only a start was, which is whole now
     shape = type_of(eqn.invars[0]).shape
     sizes = eqn.params["slice_sizes"]
-    taken = [d for d, size in enumerate(shape) if sizes[d] != size]
+    taken = _dims_taken_in_part(shape, sizes)
 
     def slice_other_dims(value: Value) -> Value:
         local_sizes = _with_item(sizes, value.dim, value.shape[value.dim])
@@ -109,6 +116,11 @@ def dynamic_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
     return run_on_free_dim(p, eqn, [value], taken, lambda operands: [slice_other_dims(operands[0])])
 
 
+def _dims_taken_in_part(shape: Sequence[int], slice_sizes: Sequence[int]) -> list[int]:
+    """Returns the dims of an array that a slice does not take whole: along these, a shard has not what it takes."""
+    return [d for d, size in enumerate(shape) if slice_sizes[d] != size]
+
+
 def _local_starts(starts: Sequence[Value], split_dim: int) -> list[jax.Array]:
     """Returns the start of a slice in each dim; the split dim is taken whole, from the start of the shard."""
     return [jnp.zeros_like(start.x) if d == split_dim else start.x for d, start in enumerate(starts)]
@@ -118,12 +130,12 @@ def _local_starts(starts: Sequence[Value], split_dim: int) -> list[jax.Array]:
 def dynamic_update_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Writes into each shard, along dims that are not split: the split dim is written whole."""
     target, update = operands[:2]
-    starts = [p.whole(v) for v in operands[2:]]
+    starts = whole_all(p, operands[2:])
     if not target.is_split and not update.is_split:
         return None
     target_shape = type_of(eqn.invars[0]).shape
     update_shape = type_of(eqn.invars[1]).shape
-    taken = [d for d, size in enumerate(target_shape) if update_shape[d] != size]
+    taken = _dims_taken_in_part(target_shape, update_shape)
     if not target.is_split and update.dim in taken:
         return None  # only what is written is split, along a dim of which the target has more
 
@@ -162,7 +174,7 @@ def gather(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
 def _index_dims_of_result(eqn: JaxprEqn) -> list[int]:
     """Returns the dims of a gather's result that are those of the indices, but the last: these, in order."""
     offset_dims = eqn.params["dimension_numbers"].offset_dims
-    return [d for d in range(type_of(eqn.outvars[0]).ndim) if d not in offset_dims]
+    return remaining_dims(type_of(eqn.outvars[0]).ndim, removed=offset_dims)
 
 
 def _gather_in_batches(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -205,7 +217,7 @@ def _gather_windows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
     dims = eqn.params["dimension_numbers"]
     slice_sizes = eqn.params["slice_sizes"]
     without_window = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-    window_dims = [d for d in range(table.ndim) if d not in without_window]  # the offset dims of the result, in order
+    window_dims = remaining_dims(table.ndim, removed=without_window)  # the offset dims of the result, in order
     # Else a window may reach into another shard, or the indices say where along this dim it begins.
     dim = table.dim
     is_taken_whole = slice_sizes[dim] == type_of(eqn.invars[0]).shape[dim]
@@ -295,7 +307,7 @@ def scatter(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
 def _index_dims_of_updates(eqn: JaxprEqn) -> list[int]:
     """Returns the dims of a scatter's updates that are those of the indices, but the last: these, in order."""
     window_dims = eqn.params["dimension_numbers"].update_window_dims
-    return [d for d in range(type_of(eqn.invars[2]).ndim) if d not in window_dims]
+    return remaining_dims(type_of(eqn.invars[2]).ndim, removed=window_dims)
 
 
 def _scatter_in_batches(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -375,7 +387,7 @@ def _scatter_windows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> li
         return None
     dims = eqn.params["dimension_numbers"]
     without_window = (*dims.inserted_window_dims, *dims.operand_batching_dims)
-    window_dims = [d for d in range(table.ndim) if d not in without_window]  # those of the updates, in order
+    window_dims = remaining_dims(table.ndim, removed=without_window)  # those of the updates, in order
     if table.is_split:
         table_dim = table.dim
     elif updates.state in dims.update_window_dims:

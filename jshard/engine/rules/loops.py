@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.rules import data_free
-from jshard.engine.rules.building_blocks import traced
+from jshard.engine.rules.building_blocks import convert_all, for_inner_trace_all, materialize_all, traced
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
 from jshard.engine.rules.values import PARTIAL, Shard, ShardArray, State, Value, arrays_of, in_states, states_of
@@ -220,11 +220,12 @@ class Scan:
         No iteration splits them, or they would be in another state already.
         """
         states = list(self.states)
+        has_new_shards = False
         for i, value in enumerate(self.carry):
             if states[i] is None:
                 states[i] = self.p.materialize(value).state
-        is_changed = [isinstance(new, int) and old is None for new, old in zip(states, self.states, strict=True)]
-        if any(is_changed):
+                has_new_shards |= isinstance(states[i], int)
+        if has_new_shards:
             del self.p.records[self.num_records :]
             self._trace_in(states)
 
@@ -270,7 +271,7 @@ class Scan:
 
     def carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[jax.Array]:
         """Returns the arrays of a carry in given states."""
-        return [self.p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
+        return arrays_of(convert_all(self.p, carry, states))
 
     def body_arguments(
         self, carry: list[Value], scanned: list[Value], shared_xs: Sequence[jax.Array] | None = None
@@ -292,7 +293,7 @@ class Scan:
 
     def body_results(self, outs: list[Value]) -> list[Value]:
         """Returns the results of the loop's body as an iteration passes them on: gradients of layers are reduced."""
-        results = [self.p.materialize(v) for v in outs]
+        results = materialize_all(self.p, outs)
         stacks = self.eqn.outvars[self.n_carry :]
         for i, stack in enumerate(stacks, self.n_carry):
             results[i] = self.p.store_row(results[i], stack)
@@ -308,8 +309,9 @@ class Scan:
             return outs[: self.n_carry], outs[self.n_carry :]
 
         # The traced iteration is run, and not the body once more: that would partition it another time.
-        settings = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        last, stacked = lax.scan(step, self.start, arrays_of(self.scanned), **settings)
+        rows = arrays_of(self.scanned)
+        unroll = self.eqn.params["unroll"]
+        last, stacked = lax.scan(step, self.start, rows, length=self.length, reverse=self.reverse, unroll=unroll)
         return self.results(last, stacked)
 
     def results(self, last: Sequence[jax.Array], stacked: Sequence[jax.Array]) -> list[Value]:
@@ -363,9 +365,9 @@ class _While:
         start_of_carry = start_of_body + eqn.params["body_nconsts"]
         # An open sum in the carry would be read by the condition in each iteration.
         operands = [p.reduce_partial(v) for v in operands]
-        self.condition_operands = [p.for_inner_trace(v) for v in operands[:start_of_body]]
-        self.body_operands = [p.for_inner_trace(v) for v in operands[start_of_body:start_of_carry]]
-        self.carry = [p.materialize(v) for v in operands[start_of_carry:]]
+        self.condition_operands = for_inner_trace_all(p, operands[:start_of_body])
+        self.body_operands = for_inner_trace_all(p, operands[start_of_body:start_of_carry])
+        self.carry = materialize_all(p, operands[start_of_carry:])
         self.has_rows = bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
     def run(self) -> list[Value]:
@@ -393,7 +395,7 @@ class _While:
     def _trace_iteration(self, states: list[State]) -> TracedIteration:
         """Traces one iteration for states of the carry."""
         p = self.p
-        start = [p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
+        start = arrays_of(convert_all(p, self.carry, states))
         states_after: list[State] = []
 
         def step(xs: list[jax.Array]) -> list[jax.Array]:
@@ -403,16 +405,21 @@ class _While:
                 results = p.run_body(*opened(self.eqn.params["body_jaxpr"]), arguments)
                 results = [p.materialize(p.reduce_partial(v)) for v in results]
                 states_after[:] = states_of(results)
-                new_carry = [p.in_state(v, state) for v, state in zip(results, states, strict=True)]
+                new_carry = convert_all(p, results, states)
                 if not self.has_rows:
                     return arrays_of(new_carry)
                 continues = self._condition(in_states(xs, states))
                 if continues.is_split:  # the carry is split with the rows
-                    states_after[:] = [continues.state if state is None else state for state in states]
+                    states_after[:] = _split_whole_ones(states, continues.dim)
                 return [_where_row_continues(p, continues, v, x) for v, x in zip(new_carry, xs, strict=True)]
 
         program = jax.make_jaxpr(step)(start)
         return TracedIteration(states, states_after, start, program)
+
+
+def _split_whole_ones(states: Sequence[State], dim: int) -> list[State]:
+    """Returns states in which what is whole is split instead."""
+    return [dim if state is None else state for state in states]
 
 
 def _where_row_continues(p: Partitioner, continues: Value, new: Value, old: jax.Array) -> jax.Array:
@@ -435,27 +442,29 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs one branch, the same on all shards. The results of the branches have one state."""
     # With a split index each shard would run another branch, and collectives inside would wait for shards elsewhere.
     index = p.whole(operands[0])
-    operands = [p.for_inner_trace(v) for v in operands[1:]]
+    operands = for_inner_trace_all(p, operands[1:])
     arrays = _crossing_arrays(operands)
     branches = eqn.params["branches"]
 
     def run_branch(branch: ClosedJaxpr, *xs: jax.Array) -> list[Value]:
-        results = p.run_body(*opened(branch), _inside(operands, xs))
-        return [p.materialize(v) for v in results]
+        return materialize_all(p, p.run_body(*opened(branch), _inside(operands, xs)))
 
     num_records = len(p.records)
-    programs = [traced(p, functools.partial(run_branch, branch), *arrays) for branch in branches]
-    states_of_branches = [states for _, states in programs]
-    states = [_common_state(states) for states in zip(*states_of_branches, strict=True)]
+    programs: list[ClosedJaxpr] = []
+    states_of_branches: list[list[State]] = []
+    for branch in branches:
+        program, states_of_branch = traced(p, functools.partial(run_branch, branch), *arrays)
+        programs.append(program)
+        states_of_branches.append(states_of_branch)
+    states = [_common_state(states_of_result) for states_of_result in zip(*states_of_branches, strict=True)]
 
     def run_branch_in_states(branch: ClosedJaxpr, *xs: jax.Array) -> list[jax.Array]:
         with p.own_trace():
-            results = run_branch(branch, *xs)
-            return [p.in_state(v, state).x for v, state in zip(results, states, strict=True)]
+            return arrays_of(convert_all(p, run_branch(branch, *xs), states))
 
     functions: list[Callable[..., list[jax.Array]]]
     if all(states_of_branch == states for states_of_branch in states_of_branches):
-        functions = [jaxpr_as_fun(program) for program, _ in programs]
+        functions = [jaxpr_as_fun(program) for program in programs]
     else:
         # Traced again, as the arrays that were traced are in another state: of what is known without data, for one,
         # the other state is computed from its equation.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard.engine.rules.building_blocks import same, shard_shape
+from jshard.engine.rules.building_blocks import same, shard_shape, split_all
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
 from jshard.engine.rules.values import PARTIAL, State, Value, in_states, type_of
@@ -161,16 +161,24 @@ class _Heads:
     def of(cls, eqn: JaxprEqn) -> "_Heads":
         """Finds the heads in an equation."""
         array_dim = 2 - eqn.params["layout"]  # (B, T, H, K), or (B, H, T, K)
-        operand_shapes = [type_of(atom).shape for atom in eqn.invars]
-        result_shapes = [type_of(variable).shape for variable in eqn.outvars]
-        operand_dims = [_head_dim(i, shape, array_dim) for i, shape in enumerate(operand_shapes)]
-        result_dims = [_head_dim(i, shape, array_dim) for i, shape in enumerate(result_shapes)]
-        sizes = []
-        pairs = zip([*operand_shapes, *result_shapes], [*operand_dims, *result_dims], strict=True)
-        for shape, dim in pairs:
-            if dim is not None:
-                sizes.append(shape[dim])
+        operand_dims = _head_dims(eqn.invars, array_dim)
+        result_dims = _head_dims(eqn.outvars, array_dim)
+        sizes = [*_head_sizes(eqn.invars, operand_dims), *_head_sizes(eqn.outvars, result_dims)]
         return cls(operand_dims, result_dims, sizes)
+
+
+def _head_dims(atoms: Sequence[Var | Literal], array_dim: int) -> list[int | None]:
+    """Returns the dim of the heads of each operand, or of each result: gradients are in the order of the operands."""
+    return [_head_dim(position, type_of(atom).shape, array_dim) for position, atom in enumerate(atoms)]
+
+
+def _head_sizes(atoms: Sequence[Var | Literal], dims: Sequence[int | None]) -> list[int]:
+    """Returns the number of heads of each array that has them."""
+    sizes = []
+    for atom, dim in zip(atoms, dims, strict=True):
+        if dim is not None:
+            sizes.append(type_of(atom).shape[dim])
+    return sizes
 
 
 def _head_dim(position: int, shape: tuple[int, ...], array_dim: int) -> int | None:
@@ -215,7 +223,7 @@ def scaled_matmul(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
     left, right, *scales = operands
     is_batch_split = 0 in (left.state, right.state)
     if is_batch_split and p.divides(p.full_shape(left)[0]):
-        return same(p, eqn, [p.split(v, 0) for v in operands], 0)
+        return same(p, eqn, split_all(p, operands, 0), 0)
     # Rows of the left operand, with their scales, are rows of the result.
     if left.state == 1 and len(scales) == 2 and p.divides(p.full_shape(scales[0])[1]):
         local = [left, p.whole(right), p.split(scales[0], 1), p.whole(scales[1])]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jshard.engine.rules.building_blocks import same, split_all, split_dim
+from jshard.engine.rules.building_blocks import dim_after_removal, remaining_dims, same, split_all, split_dim
 from jshard.engine.rules.registry import IN_ALL, Partitioner, inverse_rule, rule
 from jshard.engine.rules.values import PARTIAL, Value
 from jshard.plans.policies import wide_dtype
@@ -21,7 +21,7 @@ def reduce_sum(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     axes = eqn.params["axes"]
     if value.dim in axes:
         return same(p, eqn, operands, PARTIAL)
-    return same(p, eqn, operands, _dim_after(axes, value.dim))
+    return same(p, eqn, operands, dim_after_removal(axes, value.dim))
 
 
 @rule("reduce_max", "reduce_min")
@@ -42,7 +42,7 @@ def reduce_gathered(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
     (value,) = operands
     axes = eqn.params["axes"]
     if value.dim not in axes:
-        return same(p, eqn, operands, _dim_after(axes, value.dim))
+        return same(p, eqn, operands, dim_after_removal(axes, value.dim))
     # Gathered, there is one small array of each shard, which the primitive itself reduces.
     (on_shard,) = p.bind(eqn, [value.x])
     with p.sends("whole", eqn, Value(on_shard).bytes * p.degree):
@@ -53,13 +53,8 @@ def reduce_gathered(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
 
 @inverse_rule("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "argmax", "argmin")
 def _reduce_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim: int) -> Sequence[int]:
-    remaining = [d for d in range(operands[0].ndim) if d not in eqn.params["axes"]]
+    remaining = remaining_dims(operands[0].ndim, removed=eqn.params["axes"])
     return [remaining[dim]]
-
-
-def _dim_after(axes: Sequence[int], dim: int) -> int:
-    """Returns which dim of a result a dim of the operand is, once some are reduced."""
-    return dim - sum(axis < dim for axis in axes)
 
 
 def _extreme_over_shards(p: Partitioner, x: jax.Array, *, is_max: bool) -> jax.Array:
@@ -91,7 +86,7 @@ def arg_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     (value,) = operands
     (axis,) = eqn.params["axes"]
     if value.dim != axis:
-        return same(p, eqn, operands, _dim_after([axis], value.dim))
+        return same(p, eqn, operands, dim_after_removal([axis], value.dim))
     # The best value comes from its index, not from a maximum: NaN, and equal values, are then chosen as by the
     # primitive.
     (local_index,) = p.bind(eqn, [value.x])
@@ -119,7 +114,7 @@ def reduce_by_function(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> 
     axes = eqn.params["dimensions"]
     if dim in axes:
         return None
-    return same(p, eqn, split_all(p, operands, dim), _dim_after(axes, dim))
+    return same(p, eqn, split_all(p, operands, dim), dim_after_removal(axes, dim))
 
 
 _WINDOW_OF_ONE = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1}

@@ -8,7 +8,14 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jshard.engine.rules.building_blocks import same, shard_shape, split_all, split_dim
+from jshard.engine.rules.building_blocks import (
+    dim_after_removal,
+    remaining_dims,
+    same,
+    shard_shape,
+    split_all,
+    split_dim,
+)
 from jshard.engine.rules.index_dims import index_dim_of
 from jshard.engine.rules.registry import (
     IN_ALL,
@@ -183,11 +190,17 @@ def _index_dim_beside_ones(eqn: JaxprEqn, operands: Sequence[Value]) -> int | No
     new_shape = type_of(eqn.outvars[0]).shape
     if dim is None or old_shape[dim] == 1:
         return None
-    old_dims = [d for d, size in enumerate(old_shape) if size != 1]
-    new_dims = [d for d, size in enumerate(new_shape) if size != 1]
-    if [old_shape[d] for d in old_dims] != [new_shape[d] for d in new_dims]:
+    old_sizes = _sizes_beside_ones(old_shape)
+    new_sizes = _sizes_beside_ones(new_shape)
+    if list(old_sizes.values()) != list(new_sizes.values()):
         return None
-    return new_dims[old_dims.index(dim)]
+    index_among_sizes = list(old_sizes).index(dim)
+    return list(new_sizes)[index_among_sizes]
+
+
+def _sizes_beside_ones(shape: Sequence[int]) -> dict[int, int]:
+    """Returns the sizes other than 1, by dim."""
+    return {dim: size for dim, size in enumerate(shape) if size != 1}
 
 
 # ---- transpose, squeeze, stack, unstack: a rule, and below it its inverse
@@ -209,15 +222,14 @@ def _transpose_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value]
 def squeeze(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Removes dims of size 1, none of which is split."""
     old_dim = operands[0].dim
-    num_removed_before = sum(d < old_dim for d in eqn.params["dimensions"])
-    return same(p, eqn, operands, old_dim - num_removed_before)
+    return same(p, eqn, operands, dim_after_removal(eqn.params["dimensions"], old_dim))
 
 
 @inverse_rule("squeeze")
 def _squeeze_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim: int) -> Sequence[int]:
     ndim = operands[0].ndim
     removed = {d % ndim for d in eqn.params["dimensions"]}
-    remaining = [d for d in range(ndim) if d not in removed]
+    remaining = remaining_dims(ndim, removed)
     return [remaining[dim]]
 
 
