@@ -42,7 +42,11 @@ def slice_(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
     starts = eqn.params["start_indices"]
     limits = eqn.params["limit_indices"]
     strides = eqn.params["strides"] or [1] * len(shape)
-    taken = [d for d, size in enumerate(shape) if (starts[d], limits[d], strides[d]) != (0, size, 1)]
+    taken = []
+    for dim, size in enumerate(shape):
+        is_taken_whole = (starts[dim], limits[dim], strides[dim]) == (0, size, 1)
+        if not is_taken_whole:
+            taken.append(dim)
 
     # One row is small. To make it partial sends nothing, and its sum is taken where it is read: less than splitting
     # the whole array along another dim, as below.
@@ -111,7 +115,8 @@ def dynamic_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
         if start.dtype.itemsize < 4:
             start = start.astype(jnp.int32)  # 8 bits cannot hold every size
         all_rows = slice_other_dims(value)
-        row = jnp.clip(start, 0, shape[dim] - 1).astype(jnp.int32)  # JAX clamps what is out of bounds
+        last_row = shape[dim] - 1
+        row = jnp.clip(start, 0, last_row).astype(jnp.int32)  # JAX clamps what is out of bounds
         return [_one_row(p, all_rows, row)]
     return run_on_free_dim(p, eqn, [value], taken, lambda operands: [slice_other_dims(operands[0])])
 
@@ -142,7 +147,8 @@ def dynamic_update_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -
     def run(operands: list[Value]) -> list[Value]:
         local_target, local_update = operands
         dim = local_target.dim
-        return [Value(lax.dynamic_update_slice(local_target.x, local_update.x, _local_starts(starts, dim)), dim)]
+        x = lax.dynamic_update_slice(local_target.x, local_update.x, _local_starts(starts, dim))
+        return [Value(x, dim)]
 
     return run_on_free_dim(p, eqn, [target, update], taken, run)
 
@@ -253,9 +259,12 @@ class _OwnRows:
         """Returns a shard's indices with the column counted from the start of its shard of the table."""
         start = p.shard * table.shape[self.table_dim]
         dtype = indices.x.dtype
-        columns = jnp.arange(indices.shape[-1]).reshape((1,) * (indices.ndim - 1) + (-1,))
+        num_columns = indices.shape[-1]
+        leading_dims = (1,) * (indices.ndim - 1)
+        columns = jnp.arange(num_columns).reshape(leading_dims + (-1,))
         is_column = columns == self.column
-        return indices.x - jnp.where(is_column, start.astype(dtype), 0).astype(dtype)
+        start_of_columns = jnp.where(is_column, start.astype(dtype), 0).astype(dtype)
+        return indices.x - start_of_columns
 
 
 def _find_own_rows(p: Partitioner, table: Value, indices: Value, indexed_dims: Sequence[int | None]) -> _OwnRows | None:
