@@ -15,6 +15,8 @@ _NO_PADDING = (0, 0, 0)
 """Low, high and interior padding of a dim that stays as it is."""
 
 
+# The first group is linear: each element of its results is an element of an operand, a padding value, or a sum of
+# elements. Of a product, a largest or a sorted element that does not hold.
 @rule("cumsum", "split", "rev", "tile", "pad", linear=IN_ALL)
 @rule("cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k", "fft")
 def along_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -50,7 +52,7 @@ def acts_along(eqn: JaxprEqn) -> Sequence[int]:
 @inverse_rule("sort", is_costly=True)
 def _along_dims_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim: int) -> Sequence[int] | None:
     if dim in acts_along(eqn):
-        return None
+        return None  # a shard of the operands does not have what a shard of the result is computed from
     return [dim] * len(operands)
 
 
@@ -64,6 +66,7 @@ def _pad_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim:
 def concatenate(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Joins shards like `along_dims`, and notes which columns of a table of indices count."""
     results = along_dims(p, eqn, operands)
+    # Noted on the result itself: what is joined on a shard is no longer known without data, and has no equation to ask.
     if results is not None:
         results[0].index_dims = concatenated_index_dims(eqn, operands)
     return results
@@ -111,5 +114,5 @@ def linear_algebra(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list
         num_matrix_dims = 1 if position in vector_positions else 2
         num_batch_dims = type_of(atom).ndim - num_matrix_dims
         if dim >= num_batch_dims:
-            return None
+            return None  # a part of a matrix has not the decomposition of the matrix
     return same(p, eqn, split_all(p, operands, dim), dim)

@@ -34,6 +34,7 @@ def traced(p: Partitioner, run: Callable[..., list[Value]], *xs: jax.Array) -> t
     states: list[State] = []
 
     def run_on_arrays(*xs: jax.Array) -> list[jax.Array]:
+        # What is gathered inside is a tracer of this function, and must not be found by a reader outside of it.
         with p.own_trace():
             values = run(*xs)
         # Replaced, not extended: JAX may trace the function again.
@@ -61,6 +62,7 @@ def shared_dim(left: Value, right: Value, left_dims: Sequence[int], right_dims: 
     Returns:
         A position in both lists of dims.
     """
+    # The left operand first: if both are split along such dims, along different ones, the right operand moves.
     if left.is_split and left.dim in left_dims:
         return tuple(left_dims).index(left.dim)
     if right.is_split and right.dim in right_dims:
@@ -120,6 +122,7 @@ def behind_barrier(values: Sequence[Value], positions: Collection[int]) -> list[
     """Returns the values, those at the positions behind one barrier; the others pass by."""
     arrays = {i: values[i].x for i in positions}
     result = list(values)
+    # Without its equation: a shard that is computed again from it would not be behind the barrier.
     for i, x in lax.optimization_barrier(arrays).items():
         result[i] = result[i].with_array(x)
     return result
@@ -138,7 +141,7 @@ def dim_after_removal(removed: Sequence[int], dim: int) -> int:
 def shard_shape(p: Partitioner, shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """Returns the shape of a shard of an array that is split along a dim."""
     local = list(shape)
-    local[dim] //= p.degree
+    local[dim] //= p.degree  # without a rest: a dim is split only if its size divides
     return tuple(local)
 
 
@@ -167,6 +170,7 @@ def run_on_free_dim(
     # Operands may be split along different dims. From here on, all are split along one.
     dim_to_run = dim
     if dim in taken:
+        # By the sizes in global view: those of a shard are smaller along the dim that is split now.
         other_dim = find_free_dim(p, type_of(eqn.invars[0]).shape, taken)
         if other_dim is None:
             return None  # no other dim divides: the operands are gathered

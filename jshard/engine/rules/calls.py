@@ -58,6 +58,7 @@ def operands(eqn: JaxprEqn, all_operands: Sequence[Operand]) -> list[Operand]:
     return [*consts, *right_hand_side]
 
 
+# Stored shards are passed on unread: the program inside may hold units, which gather them when they are due.
 @rule(*CALLS, operands=OperandStates.ANY_OR_STORED)
 def call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs the program in place. Rules for derivatives have done their work: those were taken in global view."""
@@ -75,11 +76,12 @@ def call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
 
 def _operands_behind_barrier(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Puts operands of a remat in a backward pass behind a barrier, or XLA would reuse forward's computation."""
-    prevents = eqn.params["prevent_cse"]
+    prevents = eqn.params["prevent_cse"]  # for all operands, or for each of them
     if isinstance(prevents, bool):
         prevents = (prevents,) * len(values)
     if not (eqn.params["differentiated"] and any(prevents)):
         return values
+    # What is costly to compute twice, such as random bits, becomes an array, and is tied like one.
     values = [v if v.is_stored else p.for_inner_trace(v) for v in values]
     # Stored shards pass by: nothing computes with one before it is gathered, inside. So does what is known without
     # data, as it is cheap to compute twice.

@@ -18,6 +18,7 @@ _OVER_DIMS: dict[str, Callable[[jax.Array, tuple[int, ...]], jax.Array]] = {
 """The reduction over dims that is the same as a collective over an axis."""
 
 
+# In any state: over an axis that is not the partitioner's, each shard exchanges what it has with its like.
 @rule("psum", operands=OperandStates.ANY, linear=IN_ALL)
 @rule("pmax", "pmin", operands=OperandStates.ANY)
 def all_reduce(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -63,10 +64,11 @@ def all_gather(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     (value,) = operands
     gathered_dim = eqn.params["all_gather_dimension"]
     if not eqn.params["tiled"]:
+        # It inserts a dim, and those from there on move back by one.
         dim = value.dim + 1 if gathered_dim <= value.dim else value.dim
         return same(p, eqn, operands, dim)
     if value.dim == gathered_dim:
-        return None
+        return None  # a shard would have its part of each array, one after the other: no part of what is gathered
     return same(p, eqn, operands, value.dim)
 
 
@@ -76,7 +78,7 @@ def reduce_scatter(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list
     (value,) = operands
     scattered_dim = eqn.params["scatter_dimension"]
     if value.dim == scattered_dim:
-        return None
+        return None  # a device would get a piece of its shard, which is not its shard of the piece
     if not eqn.params["tiled"] and scattered_dim < value.dim:
         return same(p, eqn, operands, value.dim - 1)
     return same(p, eqn, operands, value.dim)

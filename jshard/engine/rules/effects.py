@@ -54,7 +54,7 @@ def _placed(value: Value, target: object, free_dims: Collection[int] = ()) -> Va
         if is_on_host != _compat.on_host(x):
             x = jax.device_put(x, memory)
     if x is value.x:
-        return value
+        return value  # the same one, with its conversions: what it was converted to need not be sent again
     return value.with_array(x)
 
 
@@ -63,6 +63,7 @@ def _spec_over_axes(spec: P, ndim: int, axes: Collection[str], free_dims: Collec
     dims: list[Any] = [*spec, *[None] * (ndim - len(spec))]
     for i, dim in enumerate(dims):
         if i in free_dims or dim is P.UNCONSTRAINED:
+            # Not None, which would gather what the compiler has split.
             dims[i] = P.UNCONSTRAINED
             continue
         axes_left = tuple(axis for axis in axes_of(dim) if axis in axes)
@@ -106,6 +107,7 @@ def callback(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value
             why=f"the model runs on {p.degree} data shards, and JAX orders debug callbacks on one device only.",
             do="jax.experimental.io_callback(f, None, x, ordered=True)  # or ordered=False",
         )
+    # Gathered before the branch: inside of it the other shards would not take part in the collectives.
     arrays = arrays_of(whole_all(p, operands))
 
     def call(*xs: jax.Array) -> list[jax.Array]:

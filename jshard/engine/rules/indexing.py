@@ -62,7 +62,8 @@ def slice_(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
         return [_one_row(p, Value(all_rows, dim), starts[dim])]
 
     def run(operands: list[Value]) -> list[Value]:
-        # The dim that is split now is taken whole, and a shard has fewer elements along it.
+        # The dim that is split now is taken whole, and a shard has fewer elements along it. Its start is 0 and its
+        # stride 1 already, or it would be one of those taken.
         (local,) = operands
         local_limits = _with_item(limits, local.dim, local.shape[local.dim])
         return same(p, eqn, operands, local.dim, limit_indices=tuple(local_limits))
@@ -135,7 +136,7 @@ def _local_starts(starts: Sequence[Value], split_dim: int) -> list[jax.Array]:
 def dynamic_update_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Writes into each shard, along dims that are not split: the split dim is written whole."""
     target, update = operands[:2]
-    starts = whole_all(p, operands[2:])
+    starts = whole_all(p, operands[2:])  # as of a slice: all shards write at the same place
     if not target.is_split and not update.is_split:
         return None
     target_shape = type_of(eqn.invars[0]).shape
@@ -190,6 +191,7 @@ def _gather_in_batches(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> 
     batch = shared_dim(table, indices, dims.operand_batching_dims, dims.start_indices_batching_dims)
     if batch is None:
         return None
+    # Element i of a batch dim is read by indices i alone: so a shard of both has all that its result needs.
     table_dim = dims.operand_batching_dims[batch]
     index_dim = dims.start_indices_batching_dims[batch]
     local = [p.split(table, table_dim), p.split(indices, index_dim)]
@@ -210,6 +212,7 @@ def _gather_own_rows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> li
         return None
     table = p.split(table, own_rows.table_dim)
     indices = p.split(indices, own_rows.index_dim)
+    # The indices are those of the whole table. A shard's first row has the index 0 in its part.
     local_indices = own_rows.from_start_of_shard(p, indices, table)
     (x,) = p.bind(eqn, [table.x, local_indices])
     return [Value(x, _index_dims_of_result(eqn)[own_rows.index_dim])]
@@ -353,6 +356,7 @@ def _scatter_own_rows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> l
 def _scatter_sum(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Splits the rows that are added to a table, as in the gradient of an embedding: the tables of shards add up."""
     table, indices, updates = operands
+    # Only of sums do the tables of the shards add up: a row that is set, or multiplied, twice is another one.
     is_sum = eqn.primitive.name in ("scatter-add", "scatter-sub")
     if not is_sum or table.is_split:
         return None
@@ -405,6 +409,7 @@ def _scatter_windows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> li
         return None
     if table_dim not in window_dims or table_dim in dims.scatter_dims_to_operand_dims:
         return None
+    # A window that is smaller than the table along this dim is written into the first shards alone.
     update_dim = dims.update_window_dims[window_dims.index(table_dim)]
     if type_of(eqn.invars[0]).shape[table_dim] != type_of(eqn.invars[2]).shape[update_dim]:
         return None

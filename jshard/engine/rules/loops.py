@@ -83,10 +83,13 @@ def find_carry_states(
         states: the states of its carry before the first iteration.
         trace: traces the body for states of the carry.
     """
-    # Operands and the carry's first states decide what is found, so the same loop may have several entries.
+    # Operands and the carry's first states decide what is found, so the same loop may have several entries. The entry
+    # keeps the body alive: another one could have the id of a body that is gone.
     key = (id(body), tuple((v.state, v.is_data_free) for v in operands), tuple(states))
     if key in p.carry_states:
         states = p.carry_states[key].states
+    # Positions of carries that were partial, and did not leave the body partial. Partial again, they would change for
+    # ever.
     never_partial: set[int] = set()
     # A state may change more than once, and the states of others with it. If they never agree, some rule is wrong.
     for _ in range(2 * len(states) + 3):
@@ -146,7 +149,7 @@ def row_of(value: Value, x: ShardArray) -> Value:
     """Returns one iteration's value of a scanned value: it has one dim less, the first."""
     row = value.with_array(x)
     if value.is_split:
-        row.state = value.dim - 1
+        row.state = value.dim - 1  # never below 0: scanned values are not split along the iterations
     # A column that counts dim 0 is one number in each iteration, and counts nothing there.
     row.index_dims = {column: dim - 1 for column, dim in value.index_dims.items() if dim != 0}
     return row
@@ -302,6 +305,7 @@ class Scan:
     def run(self) -> list[Value]:
         """Runs the loop in its traced form."""
         iterate = jaxpr_as_fun(self.traced)
+        # From outside of the loop, as constants of the new body: what is the same in all iterations is no carry.
         shared = _crossing_arrays(self.shared)
 
         def step(carry_xs: list[jax.Array], row_xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -317,6 +321,7 @@ class Scan:
     def results(self, last: Sequence[jax.Array], stacked: Sequence[jax.Array]) -> list[Value]:
         """Returns the loop's results, from the arrays of the carry and of the results that it stacks itself."""
         results = in_states(last, self.states)
+        # A result that is passed through has no stack: its rows are those of the scanned value, which stays stored.
         arrays = iter(stacked)
         for state, position in zip(self.row_states, self.passed_through, strict=True):
             if position is not None:
@@ -383,6 +388,7 @@ class _While:
                 # Whole, so that all shards agree: one that ended earlier would be missed by the body's collectives.
                 return self.p.whole(condition).x.any()
 
+        # The traced body is run, and not partitioned once more, as in `Scan.run`.
         last = lax.while_loop(continues, lambda xs: iterate(*xs), iteration.start)
         return in_states(last, iteration.states)
 
@@ -403,6 +409,7 @@ class _While:
                 body_operands = _inside(self.body_operands, arrays_of(self.body_operands))
                 arguments = [*body_operands, *in_states(xs, states)]
                 results = p.run_body(*opened(self.eqn.params["body_jaxpr"]), arguments)
+                # Summed in each iteration: the condition reads the carry, and would read a part of the sum.
                 results = [p.materialize(p.reduce_partial(v)) for v in results]
                 states_after[:] = states_of(results)
                 new_carry = convert_all(p, results, states)
@@ -475,6 +482,7 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 def _common_state(states: Sequence[State]) -> State:
     """Returns the one state for a result of all branches: split if any is, else partial if any is, else whole."""
+    # All branches store it alike, or each gathers it: a whole or a partial array is no stored shard.
     if any(isinstance(state, Shard) for state in states):
         return states[0] if len(set(states)) == 1 else None
     for state in states:

@@ -28,7 +28,7 @@ def per_example(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     body: Body = eqn.params["body"]
     batch_sizes = [p.full_shape(v)[dim] for v, dim in zip(operands, body.ins, strict=True) if dim is not None]
     if not all(map(p.divides, batch_sizes)):
-        return None
+        return None  # shards would have unequal numbers of examples
     # Residuals of the whole batch are not those of the shards side by side: they cannot be cut.
     if not all(operands[i].is_split for i in body.from_forward):
         return None  # forward was computed whole, and these are its residuals
@@ -120,6 +120,7 @@ def cudnn_attention(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
     batch_size = p.full_shape(query)[0]
     if not p.divides(batch_size):
         return None
+    # Queries, keys, values and lengths of an example stay together: attention is over the positions of one example.
     batch_dims = _batch_dims(p, operands, batch_size, is_paged=is_paged)
     states: list[State] = [0] * len(eqn.outvars)
     has_bias_gradient = len(states) == 4  # in backward; forward has two results
@@ -198,7 +199,7 @@ def _on_part_of_heads(heads: _Heads, run: Callable[..., Sequence[jax.Array]]) ->
     """
     axes = _compat.automatic_axes()
     if not axes:
-        return run
+        return run  # nothing but the data axes splits the arrays, and over those the call is on one shard
     num_parts = math.prod(axes.values())
     over = tuple(axes)
     if any(size % num_parts for size in heads.sizes):  # as of keys and values, which may have fewer heads

@@ -217,6 +217,7 @@ def conv_general_dilated(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -
     dims = eqn.params["dimension_numbers"]
     is_feature_grouped = eqn.params["feature_group_count"] != 1
     is_batch_grouped = eqn.params["batch_group_count"] != 1
+    # The kernel moves along the spatial dims, past the end of a shard: those are never split here.
     # Each spec has the batch (of the kernel: the output features) first, then the features.
     batch_dim, lhs_feature_dim = dims.lhs_spec[:2]
     output_feature_dim, kernel_feature_dim = dims.rhs_spec[:2]
@@ -254,6 +255,7 @@ def ragged_dot(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     is_batched = lhs_batch or rhs_batch or sizes.ndim != 1
     if is_batched or eqn.params.get("group_offset") is not None:
         return None
+    # The sizes of all groups on each shard: from them it counts how many of the rows before its own are in each group.
     operands = [lhs, rhs, p.whole(sizes)]
     if ragged_dim in lhs_contracted:  # as the gradient of the matrices does
         results = _contract_rows(p, eqn, operands)
@@ -266,6 +268,7 @@ def _contract_rows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list
     """Contracts the rows of a shard: partial, as all shards have rows of a group."""
     lhs, rhs, sizes = operands
     numbers = eqn.params["ragged_dot_dimension_numbers"]
+    # Rows of both operands are the same tokens, so both are split by them.
     (lhs_contracted, rhs_contracted), _ = numbers.dot_dimension_numbers
     (lhs_row_dim,) = numbers.lhs_ragged_dimensions
     rhs_row_dim = rhs_contracted[lhs_contracted.index(lhs_row_dim)]
@@ -287,6 +290,7 @@ def _ragged_dot_on_free_dim(p: Partitioner, eqn: JaxprEqn, operands: list[Value]
     rhs_free = remaining_dims(rhs.ndim, removed=(*rhs_contracted, *numbers.rhs_group_dimensions))
     num_group_dims = 1 if ragged_dim in lhs_contracted else 0
     if lhs.is_split and lhs.dim in lhs_free:
+        # Along another dim than the rows, each shard has all rows, and so the sizes of the whole groups.
         if lhs.dim == ragged_dim:
             sizes = _sizes_on_shard(p, sizes, num_rows=lhs.shape[ragged_dim])
         result_dim = num_group_dims + lhs_free.index(lhs.dim)

@@ -126,7 +126,7 @@ def reduce_by_function(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> 
     dim = split_dim(operands)
     axes = eqn.params["dimensions"]
     if dim in axes:
-        return None
+        return None  # the operands are gathered, and all devices reduce the whole
     return same(p, eqn, split_all(p, operands, dim), dim_after_removal(axes, dim))
 
 

@@ -33,6 +33,7 @@ from jshard.engine.rules.values import Value, type_of
 @rule("broadcast_in_dim", linear=IN_ALL)
 def broadcast_in_dim(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Splits the dim of the result to which the split dim goes."""
+    # The split dim keeps its size: only one of size 1 is broadcast, which does not divide.
     dim = eqn.params["broadcast_dimensions"][operands[0].dim]
     return same(p, eqn, operands, dim, shape=shard_shape(p, eqn.params["shape"], dim))
 
@@ -104,7 +105,7 @@ def reshape(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
     group = next(group for group in groups if value.dim in group.old)
     pairs = [pair for pair in _same_parts(old_shape, new_shape) if _divides(p, pair, old_shape, new_shape)]
     if not pairs:
-        return None
+        return None  # no dim is there on both sides that the devices divide: it is reshaped whole
     # Nothing moves if the operand stays split as it is. Second best is another dim of the same group.
     pair = min(pairs, key=lambda pair: (pair.old != value.dim, pair.old not in group.old))
     x = lax.reshape(p.split(value, pair.old).x, shard_shape(p, new_shape, pair.new))
@@ -178,7 +179,7 @@ def _reshape_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], 
 
 @index_dim("reshape")
 def _reshape_index_dim(eqn: JaxprEqn, operands: Sequence[Value]) -> int | None:
-    if eqn.params["dimensions"] is not None:
+    if eqn.params["dimensions"] is not None:  # it also transposes
         return None
     return _index_dim_beside_ones(eqn, operands)
 
@@ -190,6 +191,7 @@ def _index_dim_beside_ones(eqn: JaxprEqn, operands: Sequence[Value]) -> int | No
     new_shape = type_of(eqn.outvars[0]).shape
     if dim is None or old_shape[dim] == 1:
         return None
+    # Merged or divided, a dim counts its index no longer by itself.
     old_sizes = _sizes_beside_ones(old_shape)
     new_sizes = _sizes_beside_ones(new_shape)
     if list(old_sizes.values()) != list(new_sizes.values()):
@@ -240,6 +242,7 @@ index_dim("squeeze")(_index_dim_beside_ones)
 def stack(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Splits all operands alike; the new dim is whole."""
     dim = split_dim(operands)
+    # The new axis moves those behind it by one.
     new_axis = eqn.params["axis"]
     result_dim = dim + 1 if new_axis <= dim else dim
     return same(p, eqn, split_all(p, operands, dim), result_dim)
@@ -257,6 +260,7 @@ def _stack_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], di
 @rule("unstack", linear=IN_ALL)
 def unstack(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Keeps the split dim. The dim that is divided must be whole."""
+    # As of `squeeze`, the dims behind the one that is removed move by one.
     dim = operands[0].dim
     removed_axis = eqn.params["axis"]
     if dim == removed_axis:

@@ -39,6 +39,7 @@ def _check_mesh(eqn: JaxprEqn) -> None:
     """Raises if the `shard_map` is over an axis that the model's mesh has not, or has with another degree."""
     inner_degrees = dict(eqn.params["mesh"].shape)
     degrees = dict(jax.sharding.get_abstract_mesh().shape)
+    # By degree, not by the mesh itself: the mesh around has the region's axes manual, and so is another object.
     wrong = []
     for axis in eqn.params["newly_manual_axes"]:
         if degrees.get(axis) != inner_degrees[axis]:
@@ -207,6 +208,7 @@ class _InnerShardMap:
             return self.p.split(value, dim).x
         # Some of the data axes, or several dims: no state says that. The part is cut from the whole.
         x = self.p.whole(value).x
+        # One dim after the other. Axes of one dim are in the order of its spec, outermost first, as is their index.
         for dim, axes in data_axes.items():
             size = x.shape[dim] // self._num_parts(axes)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
