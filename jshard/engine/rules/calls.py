@@ -67,6 +67,7 @@ def call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     # What flows to gradients alone inside the call may stay partial inside, too.
     gradients = [i for i, variable in enumerate(eqn.outvars) if p.is_for_gradients(variable)]
     scope = eqn.params.get("name")
+    # Some primitives have no name, or one that is no text.
     if not isinstance(scope, str):
         scope = eqn.primitive.name
     # Under the call's name, as JAX would lower it: profiles and audits of a model read these names.

@@ -120,7 +120,8 @@ def callback(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value
             zeros.append(jnp.zeros(result_type.shape, result_type.dtype))
         return zeros
 
-    # The other shards skip the call: its effects happen once, as on one device.
+    # The other shards skip the call: its effects happen once, as on one device. Their zeros are of its types,
+    # and are dropped below.
     results = lax.cond(p.shard == 0, call, call_nothing, *arrays)
     return _of_first_shard(p, eqn, results)
 

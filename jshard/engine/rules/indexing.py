@@ -138,7 +138,7 @@ def dynamic_update_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -
     target, update = operands[:2]
     starts = whole_all(p, operands[2:])  # as of a slice: all shards write at the same place
     if not target.is_split and not update.is_split:
-        return None
+        return None  # only a start was, which is whole now
     target_shape = type_of(eqn.invars[0]).shape
     update_shape = type_of(eqn.invars[1]).shape
     taken = _dims_taken_in_part(target_shape, update_shape)
@@ -285,6 +285,7 @@ def _find_own_rows(p: Partitioner, table: Value, indices: Value, indexed_dims: S
         table_dim = indexed_dims[column]
         if table_dim is None:
             continue
+        # Equal sizes in global view, so that shard i of the indices counts the rows of shard i of the table.
         size = table_shape[table_dim]
         if not p.divides(size) or size != indices_shape[index_dim]:
             continue
@@ -330,6 +331,7 @@ def _scatter_in_batches(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) ->
     batch = _shared_batch_dim(eqn, operands, index_dims)
     if batch is None:
         return None
+    # As in a gather: element i of a batch dim is written by indices and updates i alone.
     table_dim = dims.operand_batching_dims[batch]
     index_dim = dims.scatter_indices_batching_dims[batch]
     local = [p.split(table, table_dim), p.split(indices, index_dim), p.split(updates, index_dims[index_dim])]
@@ -397,7 +399,7 @@ def _scatter_windows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> li
     """Splits a dim of the windows, which is written whole."""
     table, indices, updates = operands
     if indices.is_split:
-        return None
+        return None  # a shard of the table would get the rows of its own indices alone
     dims = eqn.params["dimension_numbers"]
     without_window = (*dims.inserted_window_dims, *dims.operand_batching_dims)
     window_dims = remaining_dims(table.ndim, removed=without_window)  # those of the updates, in order

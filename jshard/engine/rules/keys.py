@@ -93,6 +93,7 @@ def _shard_of_bits_function(
     draw_bits = _compat.threefry_bits()
     assert draw_bits is not None, "checked by the caller"
 
+    # Traced in global view: the positions that the bits are made of are those in the whole array.
     def whole_bits(data: jax.Array) -> jax.Array:
         return draw_bits(data, bit_width, shape)
 

@@ -64,7 +64,7 @@ def _keeps_sums(old: np.dtype, new: np.dtype) -> bool:
         is_quantisation = new_bytes == 1  # to a float of 8 bits
         return jnp.issubdtype(new, jnp.inexact) and not is_quantisation
     is_wider = new_bytes > np.dtype(old).itemsize
-    return jnp.issubdtype(new, jnp.integer) and not is_wider
+    return jnp.issubdtype(new, jnp.integer) and not is_wider  # wider ones keep what the sum of the old ones loses
 
 
 def needed_elsewhere(jaxpr: Jaxpr, gradients: Collection[int]) -> set[Var]:

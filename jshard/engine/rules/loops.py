@@ -370,6 +370,7 @@ class _While:
         start_of_carry = start_of_body + eqn.params["body_nconsts"]
         # An open sum in the carry would be read by the condition in each iteration.
         operands = [p.reduce_partial(v) for v in operands]
+        # The condition and the body are traced on their own, each with its own arguments.
         self.condition_operands = for_inner_trace_all(p, operands[:start_of_body])
         self.body_operands = for_inner_trace_all(p, operands[start_of_body:start_of_carry])
         self.carry = materialize_all(p, operands[start_of_carry:])
@@ -456,6 +457,7 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     def run_branch(branch: ClosedJaxpr, *xs: jax.Array) -> list[Value]:
         return materialize_all(p, p.run_body(*opened(branch), _inside(operands, xs)))
 
+    # First in the states that come of themselves: their common state is known only then.
     num_records = len(p.records)
     programs: list[ClosedJaxpr] = []
     states_of_branches: list[list[State]] = []
@@ -485,6 +487,7 @@ def _common_state(states: Sequence[State]) -> State:
     # All branches store it alike, or each gathers it: a whole or a partial array is no stored shard.
     if any(isinstance(state, Shard) for state in states):
         return states[0] if len(set(states)) == 1 else None
+    # Split, a whole or a partial result of another branch is cut or scattered; whole, it would be gathered in this one.
     for state in states:
         if isinstance(state, int):
             return state

@@ -63,6 +63,7 @@ def _split_arrays(p: Partitioner, operands: Sequence[Value], dims: Sequence[int 
 
 def _check_shapes(p: Partitioner, eqn: JaxprEqn, body: "Body", results: Sequence[jax.Array]) -> None:
     """Raises if a function has other results for a part of the examples than that part of its results for all."""
+    # The shapes that the trace for all examples had, divided along the dim of the examples.
     expected_shapes = []
     for variable, state in zip(eqn.outvars, body.outs, strict=True):
         shape = tuple(type_of(variable).shape)
@@ -133,6 +134,7 @@ def _batch_dims(p: Partitioner, operands: Sequence[Value], batch_size: int, *, i
     """Returns the dim of the batch of each operand; None where it has none."""
     dims: list[int | None] = []
     for position, value in enumerate(operands):
+        # The number of pages may divide like a batch, and is none.
         is_page = is_paged and position in _PAGED
         has_batch = _has_batch(p, value, batch_size) and not is_page
         dims.append(0 if has_batch else None)

@@ -176,6 +176,7 @@ def scaled_dot(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Val
         ]
         return same(p, eqn, local, state)
 
+    # The order is that of `dot_general`. A scale has the dims of its operand, so it is split along the same one.
     batch = shared_dim(lhs, rhs, dims.lhs_batch, dims.rhs_batch)
     if batch is not None:
         return run(dims.lhs_batch[batch], dims.rhs_batch[batch], batch)

@@ -44,7 +44,7 @@ def _broadcast_shard(p: Partitioner, value: Value, dim: int) -> jax.Array:
     assert value.provenance is not None
     operand = value.provenance.operands[0]
     dims = value.provenance.eqn.params["broadcast_dimensions"]
-    if dim in dims:
+    if dim in dims:  # else it is a new dim, and every shard broadcasts the whole operand
         operand_dim = dims.index(dim)
         is_broadcast = operand.shape[operand_dim] != value.shape[dim]  # from size 1
         if not is_broadcast:
@@ -108,6 +108,7 @@ def reshape(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
         return None  # no dim is there on both sides that the devices divide: it is reshaped whole
     # Nothing moves if the operand stays split as it is. Second best is another dim of the same group.
     pair = min(pairs, key=lambda pair: (pair.old != value.dim, pair.old not in group.old))
+    # On a shard both dims are smaller by the same factor, so it reshapes its part as the whole would be.
     x = lax.reshape(p.split(value, pair.old).x, shard_shape(p, new_shape, pair.new))
     result = Value(x, pair.new)
     if pair.old in group.old:
@@ -230,7 +231,7 @@ def squeeze(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
 @inverse_rule("squeeze")
 def _squeeze_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim: int) -> Sequence[int]:
     ndim = operands[0].ndim
-    removed = {d % ndim for d in eqn.params["dimensions"]}
+    removed = {d % ndim for d in eqn.params["dimensions"]}  # negative ones count from the end
     remaining = remaining_dims(ndim, removed)
     return [remaining[dim]]
 

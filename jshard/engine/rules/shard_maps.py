@@ -120,6 +120,7 @@ class _InnerShardMap:
         P(("tensor", "fsdp")), 2 x 2 devices    rows 0-1 | 2-3 | 4-5 | 6-7
         on fsdp 0                               0-1 and 4-5, which is no part of a split along the dim
         """
+        # Sorted stably: the axes of each kind keep their order, which the message shows.
         data_first = tuple(sorted(dim, key=self._is_other_axis))
         if list(map(self._is_other_axis, dim)) != list(map(self._is_other_axis, data_first)):
             raise CallError(
@@ -194,6 +195,7 @@ class _InnerShardMap:
         """
         if not value.is_split or not axes_of_dims[value.dim]:
             return value
+        # Any dim that no axis of the user splits is split over the region's axes alone.
         taken = [dim for dim, axes in enumerate(axes_of_dims) if axes]
         free_dim = find_free_dim(self.p, self.p.full_shape(value), taken)
         if free_dim is None:

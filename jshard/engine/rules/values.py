@@ -178,6 +178,7 @@ def with_arrays(values: Sequence[Value], xs: Sequence[jax.Array]) -> list[Value]
 
 def array_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Returns the bytes of an array, or of its shape and dtype. A typed key counts as one word."""
+    # By shape and dtype, not by `x.nbytes`: a type has no such attribute.
     num_elements = math.prod(x.shape)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # no dtype of NumPy's
         return num_elements * 4
