@@ -199,6 +199,11 @@ def loss_fn(model: Decoder, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
+def mean_square(model: Callable[[Any], jax.Array], x: Any) -> jax.Array:
+    """Mean square of what a model gives, in float32: a loss for a model of which only the arithmetic matters."""
+    return (model(x).astype(jnp.float32) ** 2).mean()
+
+
 def compile_to_read(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program that is not going to run.
 
