@@ -75,6 +75,17 @@ class ScannedTower(nnx.Module):
         return self.head(run(x, self.blocks))
 
 
+class Normed(nnx.Module):
+    """A linear layer, `linear`, and a `norm` of the batch, which has settings of its own."""
+
+    def __init__(self, in_features: int, out_features: int, rngs: nnx.Rngs, **norm: Any) -> None:
+        self.linear = nnx.Linear(in_features, out_features, rngs=rngs)
+        self.norm = nnx.BatchNorm(out_features, rngs=rngs, **norm)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(self.linear(x))
+
+
 class Tied(nnx.Module):
     """A `table` of tokens that also scores them, with a `layer` between."""
 
@@ -95,3 +106,13 @@ class Bigram(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         return self.head(self.embed(ids))
+
+
+class Cube(nnx.Module):
+    """A parameter of 64 KiB and more, `odd`, all of whose dims are smaller than the axis."""
+
+    def __init__(self) -> None:
+        self.odd = nnx.Param(jnp.ones((7, 7, 7, 7, 7)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.odd[0, 0, 0, 0, 0]
