@@ -128,6 +128,6 @@ def no_stored_programs() -> Iterator[None]:
 
 @pytest.fixture
 def ranks_as_users_have_them() -> Iterator[None]:
-    """Arrays of different ranks may be added, as in JAX unless told otherwise."""
+    """Arrays of different ranks may be added, as by default in JAX; the other tests refuse it."""
     with jax.numpy_rank_promotion("allow"):
         yield
