@@ -1,10 +1,11 @@
-"""Output of reports: tables as text that fit the terminal."""
+"""Output of reports: tables as text that fit the terminal, and records as values of JSON."""
 
+import dataclasses
 import io
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -44,7 +45,10 @@ def printed(renderable: object) -> str:
     file = io.StringIO()
     console = _PlainConsole(file=file, width=width(), color_system=None, legacy_windows=False)
     console.print(renderable, crop=False)
-    lines = file.getvalue().splitlines()
+    return _without_trailing_spaces(file.getvalue().splitlines())
+
+
+def _without_trailing_spaces(lines: Iterable[str]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -55,6 +59,17 @@ class Printed:
         return printed(self)
 
     __repr__ = __str__
+
+
+class _Record(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+def dicts_of(records: Iterable[_Record]) -> list[dict[str, Any]]:
+    """Returns dataclasses as values of JSON."""
+    return [dataclasses.asdict(record) for record in records]
 
 
 def show(*things: object) -> None:
@@ -89,7 +104,7 @@ def broken_line(command: str) -> str:
             lines[-1] += "\\"
             lines.append("    ")
         lines[-1] += f"{part} "
-    return "\n".join(line.rstrip() for line in lines)
+    return _without_trailing_spaces(lines)
 
 
 class _TableRow(NamedTuple):

@@ -71,6 +71,7 @@ def differences(
     comparison = _Comparison(of_plan, plan, _amounts(of_plan, plan, accumulate, sync), on_cpu)
     missing = comparison.missing()
     extra = comparison.extra()
+    # Of a kind with elements beyond the plan's it is unknown which of them have a planned dtype.
     comparable_kinds = [kind for kind in comparison.planned_and_compiled() if kind not in extra]
 
     joined_kinds: list[CollectiveKind] = []
@@ -231,9 +232,11 @@ class _Comparison:
 
     def missing(self) -> dict[CollectiveKind, float]:
         """Returns the kinds of which elements are missing, and how many."""
-        return {
-            kind: -amounts.excess for kind, amounts in self.amounts.items() if amounts.excess < -self.tolerated_elements
-        }
+        missing: dict[CollectiveKind, float] = {}
+        for kind, amounts in self.amounts.items():
+            if amounts.excess < -self.tolerated_elements:
+                missing[kind] = -amounts.excess
+        return missing
 
     def extra(self) -> dict[CollectiveKind, float]:
         """Returns the kinds of which there are more elements than planned, and how many."""
@@ -293,7 +296,8 @@ class _Comparison:
                     yield self._other_dtype(kind, dtype, planned)
 
     def _other_dtype(self, kind: CollectiveKind, dtype: str, planned: ElementsByDtype) -> Difference:
-        units = _units_of([window for window in self.windows if dtype in dict(window.sizes)], kind)
+        windows = [window for window in self.windows if dtype in dict(window.sizes)]
+        units = _units_of(windows, kind)
         dtypes = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
         ratio = item_bytes(dtype) / _mean_item_bytes(planned)
         words = f"{dtypes}: {_unit_names(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
@@ -318,7 +322,8 @@ def _large_parts(parts: Iterable[CollectivePart], contents: str, tolerated_eleme
     for kind, of_kind in sorted(parts_of_kind.items()):
         if sum(part.elements for part in of_kind) <= tolerated_elements:
             continue
-        units = _units_of([part.window for part in of_kind], kind)
+        windows = [part.window for part in of_kind]
+        units = _units_of(windows, kind)
         words = f"{kind.kind} of {contents}: {_unit_names(units)}, {_axes(kind.axes)}, {_shapes_text(of_kind)}"
         descriptions.append(Difference(words, None, kind.kind, kind.axes, units))
     return descriptions
@@ -338,18 +343,20 @@ def _larger_than_requested(windows: Iterable[Window], on_cpu: bool) -> list[Diff
     """Describes collectives of lines that mix examples that are larger than the lines request."""
     descriptions = []
     for window in windows:
-        sizes = [mixing.bytes for mixing in window.mixing]
-        requested = sum(sizes)
-        compiled = sum(array.bytes for array in window.arrays)
-        if compiled <= requested or all(array.bytes in sizes for array in window.arrays):
+        requested = [mixing.bytes for mixing in window.mixing]
+        requested_bytes = sum(requested)
+        is_as_requested = all(array.bytes in requested for array in window.arrays)
+        if window.result_bytes <= requested_bytes or is_as_requested:
             continue
         kind = CollectiveKind.of(window)
         lines = ", ".join(dict.fromkeys(mixing.line for mixing in window.mixing))
-        needed = human_bytes(requested)
-        words = f"{kind.kind} of {human_bytes(compiled)} compiled for {lines}, which needs {needed}"
+        needed = human_bytes(requested_bytes)
+        words = f"{kind.kind} of {human_bytes(window.result_bytes)} compiled for {lines}, which needs {needed}"
         # Twice the bytes at most, as from bfloat16 to float32; more than that is not explained by the dtype.
-        is_widened = on_cpu and {dtype for dtype, _ in window.sizes} == {"f32"} and compiled <= 2 * requested
-        by_cpu = _WIDENED if is_widened else ""
+        is_widened = window.dtype == "f32" and window.result_bytes <= 2 * requested_bytes
+        by_cpu = ""
+        if on_cpu and is_widened:
+            by_cpu = _WIDENED
         descriptions.append(Difference(words, kind.kind, kind.kind, kind.axes, window.units, by_cpu))
     return descriptions
 
@@ -370,13 +377,17 @@ def _unit_names(units: Sequence[str]) -> str:
     """Returns `unit blocks/0..11`, or `units ...` of several."""
     if not units:
         return "unit unknown"
-    noun = "unit" if len(units) == 1 else "units"
+    noun = "unit"
+    if len(units) > 1:
+        noun = "units"
     return f"{noun} {', '.join(units)}"
 
 
 def _axes(axes: Sequence[str]) -> str:
     """Returns `axis fsdp`, or `axes ...` of several."""
-    noun = "axes" if len(axes) > 1 else "axis"
+    noun = "axis"
+    if len(axes) > 1:
+        noun = "axes"
     return f"{noun} {', '.join(axes)}"
 
 

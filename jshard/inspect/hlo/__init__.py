@@ -14,7 +14,7 @@ Modules, from the bottom up:
 
 import dataclasses
 
-from jshard._text import folded_names
+from jshard._text import counted, folded_names
 from jshard.engine.mixing import Mixing
 from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.module import HloArray
@@ -58,6 +58,11 @@ class Window:
     def full_bytes(self) -> int:
         """Bytes of the whole arrays, of one execution."""
         return sum(size for _, size in self.sizes)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the arrays of its result on one device, of one execution."""
+        return sum(array.bytes for array in self.arrays)
 
     @property
     def total_bytes(self) -> int:
@@ -141,8 +146,7 @@ class KernelUse:
     def __str__(self) -> str:
         text = f"{self.kernel} {_FORMS.get(self.form, self.form)}"
         if self.calls:
-            noun = "call" if self.calls == 1 else "calls"
-            text += f" ({self.calls} {noun})"
+            text += f" ({counted(self.calls, 'call')})"
         return text
 
 

@@ -100,12 +100,15 @@ def process_events(data: _RawProfile) -> ProcessEvents:
         elif match := _DEVICE.match(plane.name):
             read = _gpu_events if match[1] == "GPU" else _tpu_events
             devices.append(read(plane, int(match[2])))
-    active = tuple(device for device in devices if device.events)
+    active = [device for device in devices if device.events]
     if not active:
         # Only then: beside a GPU, the host's threads also run small programs of their own.
-        active = tuple(device for plane in host for device in _cpu_devices(plane))
-    marks = {number for plane in host for number in _marks(plane)}
-    return ProcessEvents(active, tuple(sorted(marks)))
+        for plane in host:
+            active += _cpu_devices(plane)
+    marks: set[int] = set()
+    for plane in host:
+        marks.update(_marks(plane))
+    return ProcessEvents(tuple(active), tuple(sorted(marks)))
 
 
 # ---- GPU
@@ -116,7 +119,8 @@ def _gpu_events(plane: _RawPlane, number: int) -> DeviceEvents:
     for line in plane.lines:
         if _STREAM.match(line.name):  # other lines are derived from these
             events += _plain_events(line.events)
-    return DeviceEvents(f"gpu:{number}", "gpu", _by_begin(e for e in events if not _HOST_COPY.match(e.label)))
+    without_copies = [event for event in events if not _HOST_COPY.match(event.label)]
+    return DeviceEvents(f"gpu:{number}", "gpu", _by_begin(without_copies))
 
 
 # ---- TPU
@@ -170,7 +174,8 @@ def _paired(raws: Iterable[_RawEvent]) -> list[Event]:
     operations = []
     for events in pairs.values():
         first = min(events, key=_begin)
-        operations.append(dataclasses.replace(first, end_ps=max(event.end_ps for event in events)))
+        last = max(events, key=_end)
+        operations.append(dataclasses.replace(first, end_ps=last.end_ps))
     return operations
 
 
@@ -223,7 +228,8 @@ class _CpuThreads:
         for flow, report_ps in reports_ps.items():
             first = bisect.bisect_left(next_operations, report_ps - _REPORT_DELAY_PS, key=_end)
             last = bisect.bisect_right(next_operations, report_ps, key=_end)
-            self._ends_ps[flow] = [report_ps, *(event.begin_ps for event in next_operations[first:last])]
+            begins_ps = [event.begin_ps for event in next_operations[first:last]]
+            self._ends_ps[flow] = [report_ps, *begins_ps]
 
     def ended(self, ordinal: int, event: Event) -> Event:
         """Returns an event with the end of its operation, if that is later."""

@@ -64,7 +64,11 @@ class Ops:
     @functools.cached_property
     def outermost(self) -> frozenset[str]:
         """Names of the operations outside loops and branches, as far as a text has them."""
-        return frozenset(op.name for op in self._ops_in_text.values() if op.place is not None)
+        return frozenset(op.name for op in self._outermost_places)
+
+    @functools.cached_property
+    def _outermost_places(self) -> dict[Op, int]:
+        return {op: op.place for op in self._ops_in_text.values() if op.place is not None}
 
     def of(self, event: Event) -> Op:
         """Returns the operation of an event."""
@@ -111,13 +115,16 @@ class Ops:
         Args:
             seen: names of operations.
         """
-        outermost = {op: op.place for op in self._ops_in_text.values() if op.place is not None}
-        seen_places = [place for op, place in outermost.items() if op.name in seen]
+        seen_places = [place for op, place in self._outermost_places.items() if op.name in seen]
         if not seen_places:
             return False
         first = min(seen_places)
         last = max(seen_places)
-        return any(op.kind and not first <= place <= last for op, place in outermost.items())
+        for op, place in self._outermost_places.items():
+            is_outside = place < first or place > last
+            if op.kind and is_outside:
+                return True
+        return False
 
 
 class _Table:

@@ -46,13 +46,12 @@ def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> lis
         marked: how many steps the program marked.
     """
     of_program = [event for event in device.events if not program or event.module in ("", program)]
-    if any(event.run is not None for event in of_program):
-        events_by_id: dict[int, list[Event]] = collections.defaultdict(list)
-        for event in of_program:
-            if event.run is not None:
-                events_by_id[event.run].append(event)
-        runs = [_run(events, ops, id) for id, events in events_by_id.items()]
-    else:
+    events_by_id: dict[int, list[Event]] = collections.defaultdict(list)
+    for event in of_program:
+        if event.run is not None:
+            events_by_id[event.run].append(event)
+    runs = [_run(events, ops, id) for id, events in events_by_id.items()]
+    if not runs:  # the profile numbers none
         runs = [_run(events, ops, None) for events in _split_by_repetition(of_program, ops, marked)]
     return sorted(runs, key=lambda run: run.begin_ps)
 
@@ -72,7 +71,7 @@ def expected_ops(runs: Iterable[Run], ops: Ops | None) -> frozenset[str]:
 
 def _run(events: Sequence[Event], ops: Ops, id: int | None) -> Run:
     names = frozenset(ops.of(event).name for event in events)
-    begin_ps = min(event.begin_ps for event in events)
+    begin_ps = events[0].begin_ps  # those of a device are in the order of their begins, not of their ends
     end_ps = max(event.end_ps for event in events)
     return Run(begin_ps, end_ps, id, names)
 
@@ -82,6 +81,8 @@ def _split_by_repetition(events: Sequence[Event], ops: Ops, marked: int) -> list
 
     No single operation marks the begin: streams run beside each other, and the first one may be cut off.
     """
+    if not events:
+        return []
     order = _order_in_program(events, ops, marked)
     ranks = {name: place / max(1, len(order) - 1) for place, name in enumerate(order)}  # 0 to 1
     runs: list[list[Event]] = [[]]
@@ -94,7 +95,7 @@ def _split_by_repetition(events: Sequence[Event], ops: Ops, marked: int) -> list
             runs.append([])
             is_late = False
         runs[-1].append(event)
-    return [run for run in runs if run]
+    return runs
 
 
 def _order_in_program(events: Sequence[Event], ops: Ops, marked: int) -> list[str]:
