@@ -27,7 +27,7 @@ from jshard.inspect.plan_tables import (
     traffic_table,
     units_table,
 )
-from jshard.inspect.tables import Printed
+from jshard.inspect.tables import Printed, dicts_of
 from jshard.linen.annotation import annotation_of
 from jshard.plans.homes import place_of
 from jshard.plans.memories import is_placed
@@ -150,13 +150,11 @@ class Explanation(Printed):
             "parameter_bytes": self.plan.logical_bytes,
             "units": self._units_json(),
             "memory_per_device": self._memory_json(),
-            "communication_per_step": [
-                dataclasses.asdict(row) | {"wire_bytes": row.wire_bytes} for row in self.traffic
-            ],
-            "mixing": [dataclasses.asdict(row) for row in self.mixing],
+            "communication_per_step": self._traffic_json(),
+            "mixing": dicts_of(self.mixing),
             "replicated": self._replicated_json(),
             "not_placed_as_planned": list(self.strays),
-            "other_arrays": [dataclasses.asdict(other) | {"path": dotted(other.path)} for other in self.others],
+            "other_arrays": self._others_json(),
         }
         return json.dumps(values, indent=1)
 
@@ -173,6 +171,12 @@ class Explanation(Printed):
             "host_bytes": self.memory.host_bytes,
         }
         return dataclasses.asdict(self.memory) | sums
+
+    def _traffic_json(self) -> list[dict[str, object]]:
+        return [{**dataclasses.asdict(row), "wire_bytes": row.wire_bytes} for row in self.traffic]
+
+    def _others_json(self) -> list[dict[str, object]]:
+        return [{**dataclasses.asdict(other), "path": dotted(other.path)} for other in self.others]
 
     def _replicated_json(self) -> dict[str, str]:
         """Returns why arrays are replicated, by path."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -107,8 +107,8 @@ def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memo
     largest = max(copies, key=lambda name: copies[name])
     gradients = [_unreduced_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
     return Memory(
-        parameters_bytes=_stored_bytes(plan, on_host=False),
-        gradients_bytes=_stored_bytes(plan, on_host=False, trained_only=True),
+        parameters_bytes=parameter_bytes(plan, on_host=False),
+        gradients_bytes=parameter_bytes(plan, on_host=False, trained_only=True),
         optimizer_bytes=state.on_device,
         optimizer=state.origin,
         kept_bytes=sum(kept_bytes(plan, unit) for unit in plan.units),
@@ -117,22 +117,27 @@ def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memo
         prefetched_bytes=_prefetched_bytes(plan, temporary),
         largest_gradient_bytes=max(gradients),
         layer_gradient_bytes=max(gradients[1:], default=0),
-        host_parameters_bytes=_stored_bytes(plan, on_host=True),
-        host_gradients_bytes=_stored_bytes(plan, on_host=True, trained_only=True),
+        host_parameters_bytes=parameter_bytes(plan, on_host=True),
+        host_gradients_bytes=parameter_bytes(plan, on_host=True, trained_only=True),
         host_optimizer_bytes=state.on_host,
     )
 
 
-def _stored_bytes(plan: ShardPlan, *, on_host: bool, trained_only: bool = False) -> int:
+def parameter_bytes(plan: ShardPlan, *, on_host: bool, trained_only: bool = False) -> int:
     """Returns the bytes for one device of the parameters in one of the memories.
 
     Those of the trained ones are also the bytes of gradients.
     """
-    total = 0
+    leaves = []
     for leaf in plan.leaves:
         if leaf.placement.on_host == on_host and (leaf.trained or not trained_only):
-            total += leaf.placement.bytes_per_device
-    return total
+            leaves.append(leaf)
+    return stored_bytes(leaves)
+
+
+def stored_bytes(leaves: Iterable[LeafPlan]) -> int:
+    """Returns the bytes for one device of some parameters, as they are stored."""
+    return sum(leaf.placement.bytes_per_device for leaf in leaves)
 
 
 # ---- gathered copies

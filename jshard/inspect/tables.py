@@ -115,6 +115,22 @@ class _TableRow(NamedTuple):
     end_section: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A column of a table."""
+
+    name: str
+    is_number: bool
+    omission_rank: int  # of several columns that may be omitted the highest is the first; one with 0 is not omitted
+
+    @classmethod
+    def of(cls, marked_name: str) -> "_Column":
+        """Returns the column of a name with its marks, as in `FittedTable`."""
+        name = marked_name.rstrip(">?")
+        marks = marked_name[len(name) :]
+        return cls(name, ">" in marks, marks.count("?"))
+
+
 class _FittedColumns(NamedTuple):
     """How a table is fitted into some room."""
 
@@ -134,16 +150,8 @@ class FittedTable:
     def __init__(self, title: str, columns: Sequence[str], caption: str = "") -> None:
         self.title = title
         self.caption = caption
-        self._names: list[str] = []
-        self._is_number: list[bool] = []
-        self._omitted_first: list[int] = []  # rank by which columns are omitted; those with 0 are not
+        self._columns = [_Column.of(name) for name in columns]
         self._rows: list[_TableRow] = []
-        for column in columns:
-            name = column.rstrip(">?")
-            marks = column[len(name) :]
-            self._names.append(name)
-            self._is_number.append(">" in marks)
-            self._omitted_first.append(marks.count("?"))
 
     def add_row(self, *cells: str | Sequence[str], style: str | None = None, end_section: bool = False) -> None:
         """Adds a row of plain text, a cell as a text or as its lines: no control characters in paths and shapes."""
@@ -156,9 +164,9 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         layout = self._layout(options.max_width)
         caption = self.caption
-        omitted = ", ".join(name for i, name in enumerate(self._names) if i not in layout.shown)
-        if omitted:  # a column without a name is not mentioned
-            caption = f"{caption} Left out at this width: {omitted}.".strip()
+        omitted = [column.name for i, column in enumerate(self._columns) if i not in layout.shown]
+        if any(omitted):  # a column without a name is not mentioned
+            caption = f"{caption} Left out at this width: {', '.join(omitted)}.".strip()
         table = Table(
             title=Text(self.title, style="bold") if self.title else None,
             title_justify="left",
@@ -169,9 +177,10 @@ class FittedTable:
             collapse_padding=layout.is_tight,
         )
         for i, column_width in zip(layout.shown, layout.widths, strict=True):
-            justify = "right" if self._is_number[i] else "left"
+            column = self._columns[i]
+            justify = "right" if column.is_number else "left"
             fixed = column_width if layout.is_tight else None
-            table.add_column(Text(self._names[i]), justify=justify, width=fixed, overflow="fold")
+            table.add_column(Text(column.name), justify=justify, width=fixed, overflow="fold")
         for row in self._rows:
             cells = [Text(row.cells[i]) for i in layout.shown]
             table.add_row(*cells, style=row.style, end_section=row.end_section)
@@ -183,16 +192,18 @@ class FittedTable:
         Args:
             room: characters of a line.
         """
-        shown = list(range(len(self._names)))
-        full = [max(_longest_line(text) for text in self._texts(i)) for i in shown]
+        shown = list(range(len(self._columns)))
+        full = [self._full_width(i) for i in shown]
         if sum(full) + 3 * len(shown) - 1 <= room:  # between columns, a space on each side and one in the middle
             return _FittedColumns(shown, full, is_tight=False)
 
         least = [self._least_width(i) for i in shown]
+        needed = sum(least) + 2 * len(shown)
         for i in self._columns_to_omit():
-            if sum(least[i] for i in shown) + 2 * len(shown) <= room:
+            if needed <= room:
                 break
             shown.remove(i)
+            needed -= least[i] + 2
         room -= 2 * len(shown)
         widths = [full[i] for i in shown]
         least_shown = [least[i] for i in shown]
@@ -203,19 +214,26 @@ class FittedTable:
 
     def _columns_to_omit(self) -> list[int]:
         """Returns the columns that may be omitted, in the order in which they are: of equal ones the last first."""
-        optional = [i for i, rank in enumerate(self._omitted_first) if rank]
-        return sorted(optional, key=lambda i: (-self._omitted_first[i], -i))
+        optional = [i for i, column in enumerate(self._columns) if column.omission_rank]
+        return sorted(optional, key=lambda i: (-self._columns[i].omission_rank, -i))
 
-    def _texts(self, i: int) -> list[str]:
-        return [self._names[i], *(row.cells[i] for row in self._rows)]
+    def _cells(self, i: int) -> list[str]:
+        return [row.cells[i] for row in self._rows]
+
+    def _full_width(self, i: int) -> int:
+        """Returns the width at which a column wraps no line."""
+        longest_line = max(map(_longest_line, self._cells(i)), default=0)
+        return max(_longest_line(self._columns[i].name), longest_line)
 
     def _least_width(self, i: int) -> int:
         """Returns the width at which a column cuts no number, and otherwise only long words."""
-        name, *cells = self._texts(i)
-        if self._is_number[i]:
-            return max(_longest_word(name), max(map(_longest_line, cells), default=0))
-        longest_word = max(map(_longest_word, cells), default=0)
-        return max(_longest_word(name), min(_LONG, longest_word))
+        column = self._columns[i]
+        name_width = _longest_word(column.name)
+        if column.is_number:
+            longest_line = max(map(_longest_line, self._cells(i)), default=0)
+            return max(name_width, longest_line)
+        longest_word = max(map(_longest_word, self._cells(i)), default=0)
+        return max(name_width, min(_LONG, longest_word))
 
 
 def made_table(title: str, *columns: str, caption: str = "") -> FittedTable:

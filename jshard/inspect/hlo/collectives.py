@@ -113,9 +113,14 @@ def _linked(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     groups: list[set[int]] = []
     for pair in pairs:
         # All groups that the pair links become one.
-        linked = [group for group in groups if group & set(pair)]
-        groups = [group for group in groups if group not in linked]
-        groups.append(set(pair).union(*linked))
+        linked = set(pair)
+        separate = []
+        for group in groups:
+            if group.isdisjoint(pair):
+                separate.append(group)
+            else:
+                linked |= group
+        groups = [*separate, linked]
     return tuple(sorted(max(groups, key=lambda group: (len(group), -min(group)))))
 
 

@@ -101,6 +101,10 @@ class Computation:
             return None
         return self.by_name.get(names[index])
 
+    def operands(self, instruction: Instruction) -> "list[Instruction | None]":
+        """Returns the instructions that compute the operands, in order; None for one that is not in the text."""
+        return [self.by_name.get(name) for name in instruction.operands]
+
     def source(self, instruction: Instruction | None) -> Instruction | None:
         """Returns the origin of a value, behind copies, bitcasts and tuples made in this computation."""
         while instruction is not None:
@@ -331,8 +335,8 @@ def _integers(home: Computation, state: Instruction | None, before: _State) -> _
     """Returns the integers in a loop's state, as far as they follow from those in the state before."""
     integers: _State = {}
     if state is not None and state.opcode == "tuple":
-        for place, name in enumerate(state.operands):
-            value = _integer(home, home.by_name.get(name), before)
+        for place, operand in enumerate(home.operands(state)):
+            value = _integer(home, operand, before)
             if value is not None:
                 integers[place] = value
     return integers

@@ -35,7 +35,8 @@ class Readers:
         Empty if some of it is read by no unit, or cannot be followed, as into a loop. Also empty if the data sent is
         stored, like a parameter: for any reader, the plan decides whether it is sent.
         """
-        if not all(self._is_computed(home, home.by_name.get(name)) for name in collective.operands):
+        are_computed = all(self._is_computed(home, operand) for operand in home.operands(collective))
+        if not are_computed:
             return ()
         readers = self._readers(home)[collective.name]
         if _NO_UNIT in readers:
@@ -49,7 +50,7 @@ class Readers:
             return False
         if any(instruction.opcode not in _MOVING for instruction in self._unwrapped(source)):
             return True
-        return any(self._is_computed(home, home.by_name.get(name)) for name in source.operands)
+        return any(self._is_computed(home, operand) for operand in home.operands(source))
 
     def _unwrapped(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instructions inside a fusion or a call; of any other one, itself."""

@@ -73,10 +73,8 @@ class Worker:
 
 def _is_hosts(home: Computation, instruction: Instruction) -> bool:
     """Returns whether an instruction has to do with the host's memory."""
-    if _HOST in instruction.shape:
-        return True
-    operands = (home.operand(instruction, i) for i in range(len(instruction.operands)))
-    return any(_HOST in operand.shape for operand in operands if operand is not None)
+    values = [instruction, *home.operands(instruction)]
+    return any(value is not None and _HOST in value.shape for value in values)
 
 
 # ---- arrays and attributes
@@ -90,7 +88,7 @@ def _array(instruction: Instruction | None) -> HloArray:
 
 
 def _operand_arrays(home: Computation, instruction: Instruction) -> list[HloArray]:
-    return [_array(home.operand(instruction, i)) for i in range(len(instruction.operands))]
+    return [_array(operand) for operand in home.operands(instruction)]
 
 
 def _target(call: Instruction) -> str:
@@ -110,7 +108,11 @@ def _dims(text: str, key: str) -> list[int]:
 
 
 def _size_along(array: HloArray, dims: list[int]) -> int:
-    return math.prod(array.dims[dim] for dim in dims if dim < len(array.dims))
+    size = 1
+    for dim in dims:
+        if dim < len(array.dims):
+            size *= array.dims[dim]
+    return size
 
 
 # ---- matrix products
