@@ -68,15 +68,19 @@ def summed(saved: Saved, without_remat: Saved, depths: Collection[int]) -> Activ
         without_remat: those that would be saved if no layer were recomputed.
         depths: the lengths of the model's lists of layers.
     """
-    on_device = collections.Counter({array: count for array, count in saved.items() if not array.on_host})
+    saved_bytes = 0
     outside_bytes = 0
-    for array, count in on_device.items():
+    offloaded_bytes = 0
+    for array, count in saved.items():
+        if array.on_host:
+            offloaded_bytes += count * array.bytes
+            continue
+        saved_bytes += count * array.bytes
         if not _is_of_layers(count, array.rows, depths):
             outside_bytes += count * array.bytes
-    saved_bytes = _total_bytes(on_device)
     num_layers = max(1, sum(depths))
     recomputed_bytes = max(0, _total_bytes(without_remat) - saved_bytes) // num_layers
-    return Activations(saved_bytes, outside_bytes, recomputed_bytes, _total_bytes(saved) - saved_bytes)
+    return Activations(saved_bytes, outside_bytes, recomputed_bytes, offloaded_bytes)
 
 
 def _total_bytes(saved: Saved) -> int:

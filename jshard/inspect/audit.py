@@ -272,11 +272,9 @@ def _platform(program: jax.stages.Compiled) -> str | None:
 
 def _headline(audit: Audit) -> str:
     schedule = audit.schedule
-    num_async = sum(window.is_async for window in schedule.windows)
-    num_overlapped = sum(window.is_overlapped for window in schedule.windows)
     text = (
         f"Compiled for {schedule.num_devices} devices: {len(schedule.windows)} collectives in the text,"
-        f" {num_async} async, {num_overlapped} with matrix products between start and end"
+        f" {schedule.num_async} async, {schedule.num_overlapped} with matrix products between start and end"
     )
     num_in_loops = len(schedule.in_loops)
     if num_in_loops:
@@ -396,7 +394,7 @@ def _closing_lines(audit: Audit) -> list[str]:
 
 def _overlap_lines(audit: Audit) -> list[str]:
     """Returns the collectives in loops that are not hidden by matrix products, the largest first."""
-    if not any(window.is_async for window in audit.schedule.windows):
+    if not audit.schedule.num_async:
         return ["Every collective blocks: nothing is computed meanwhile, as on CPU."]
     exposed = sorted(audit.not_overlapped(), key=lambda window: -window.full_bytes * window.executions)
     if not exposed:

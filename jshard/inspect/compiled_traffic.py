@@ -93,7 +93,9 @@ def rows_of(windows: Iterable[Window]) -> tuple[TrafficRow, ...]:
     rows = []
     for group in groups.values():
         first = group[0]
-        units = {unit for window in group for unit in window.units}
+        units: set[str] = set()
+        for window in group:
+            units.update(window.units)
         row = TrafficRow(
             kind=first.kind,
             dtype=first.dtype,

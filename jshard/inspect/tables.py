@@ -4,7 +4,7 @@ import dataclasses
 import io
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from rich import box
@@ -119,23 +119,23 @@ class _TableRow(NamedTuple):
 class _Column:
     """A column of a table."""
 
+    index: int
     name: str
     is_number: bool
     omission_rank: int  # of several columns that may be omitted the highest is the first; one with 0 is not omitted
 
     @classmethod
-    def of(cls, marked_name: str) -> "_Column":
+    def of(cls, index: int, marked_name: str) -> "_Column":
         """Returns the column of a name with its marks, as in `FittedTable`."""
         name = marked_name.rstrip(">?")
         marks = marked_name[len(name) :]
-        return cls(name, ">" in marks, marks.count("?"))
+        return cls(index, name, ">" in marks, marks.count("?"))
 
 
 class _FittedColumns(NamedTuple):
     """How a table is fitted into some room."""
 
-    shown: list[int]  # indices of the columns
-    widths: list[int]  # of these
+    widths: dict[_Column, int]  # of the columns that are shown
     is_tight: bool  # columns are close together, and their widths fixed
 
 
@@ -150,7 +150,7 @@ class FittedTable:
     def __init__(self, title: str, columns: Sequence[str], caption: str = "") -> None:
         self.title = title
         self.caption = caption
-        self._columns = [_Column.of(name) for name in columns]
+        self._columns = [_Column.of(index, name) for index, name in enumerate(columns)]
         self._rows: list[_TableRow] = []
 
     def add_row(self, *cells: str | Sequence[str], style: str | None = None, end_section: bool = False) -> None:
@@ -164,7 +164,7 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         layout = self._layout(options.max_width)
         caption = self.caption
-        omitted = [column.name for i, column in enumerate(self._columns) if i not in layout.shown]
+        omitted = [column.name for column in self._columns if column not in layout.widths]
         if any(omitted):  # a column without a name is not mentioned
             caption = f"{caption} Left out at this width: {', '.join(omitted)}.".strip()
         table = Table(
@@ -176,13 +176,12 @@ class FittedTable:
             pad_edge=False,
             collapse_padding=layout.is_tight,
         )
-        for i, column_width in zip(layout.shown, layout.widths, strict=True):
-            column = self._columns[i]
+        for column, column_width in layout.widths.items():
             justify = "right" if column.is_number else "left"
             fixed = column_width if layout.is_tight else None
             table.add_column(Text(column.name), justify=justify, width=fixed, overflow="fold")
         for row in self._rows:
-            cells = [Text(row.cells[i]) for i in layout.shown]
+            cells = [Text(row.cells[column.index]) for column in layout.widths]
             table.add_row(*cells, style=row.style, end_section=row.end_section)
         yield table
 
@@ -192,47 +191,44 @@ class FittedTable:
         Args:
             room: characters of a line.
         """
-        shown = list(range(len(self._columns)))
-        full = [self._full_width(i) for i in shown]
-        if sum(full) + 3 * len(shown) - 1 <= room:  # between columns, a space on each side and one in the middle
-            return _FittedColumns(shown, full, is_tight=False)
+        full = {column: self._full_width(column) for column in self._columns}
+        # Between columns, a space on each side and one in the middle.
+        if sum(full.values()) + 3 * len(full) - 1 <= room:
+            return _FittedColumns(full, is_tight=False)
 
-        least = [self._least_width(i) for i in shown]
-        needed = sum(least) + 2 * len(shown)
-        for i in self._columns_to_omit():
-            if needed <= room:
+        least = {column: self._least_width(column) for column in self._columns}
+        for column in self._columns_to_omit():
+            if sum(least.values()) + 2 * len(least) <= room:
                 break
-            shown.remove(i)
-            needed -= least[i] + 2
-        room -= 2 * len(shown)
-        widths = [full[i] for i in shown]
-        least_shown = [least[i] for i in shown]
+            del least[column]
+        room -= 2 * len(least)
+        widths = {column: full[column] for column in least}
         # The first column identifies the row: it is shrunk only if shrinking the others is not enough.
-        widths = _squeezed(widths, [full[shown[0]], *least_shown[1:]], room)
-        widths = _squeezed(widths, least_shown, room)
-        return _FittedColumns(shown, widths, is_tight=True)
+        first = next(iter(least))
+        widths = _squeezed(widths, least | {first: full[first]}, room)
+        widths = _squeezed(widths, least, room)
+        return _FittedColumns(widths, is_tight=True)
 
-    def _columns_to_omit(self) -> list[int]:
+    def _columns_to_omit(self) -> list[_Column]:
         """Returns the columns that may be omitted, in the order in which they are: of equal ones the last first."""
-        optional = [i for i, column in enumerate(self._columns) if column.omission_rank]
-        return sorted(optional, key=lambda i: (-self._columns[i].omission_rank, -i))
+        optional = [column for column in self._columns if column.omission_rank]
+        return sorted(optional, key=lambda column: (-column.omission_rank, -column.index))
 
-    def _cells(self, i: int) -> list[str]:
-        return [row.cells[i] for row in self._rows]
+    def _cells(self, column: _Column) -> list[str]:
+        return [row.cells[column.index] for row in self._rows]
 
-    def _full_width(self, i: int) -> int:
+    def _full_width(self, column: _Column) -> int:
         """Returns the width at which a column wraps no line."""
-        longest_line = max(map(_longest_line, self._cells(i)), default=0)
-        return max(_longest_line(self._columns[i].name), longest_line)
+        longest_line = max(map(_longest_line, self._cells(column)), default=0)
+        return max(_longest_line(column.name), longest_line)
 
-    def _least_width(self, i: int) -> int:
+    def _least_width(self, column: _Column) -> int:
         """Returns the width at which a column cuts no number, and otherwise only long words."""
-        column = self._columns[i]
         name_width = _longest_word(column.name)
         if column.is_number:
-            longest_line = max(map(_longest_line, self._cells(i)), default=0)
+            longest_line = max(map(_longest_line, self._cells(column)), default=0)
             return max(name_width, longest_line)
-        longest_word = max(map(_longest_word, self._cells(i)), default=0)
+        longest_word = max(map(_longest_word, self._cells(column)), default=0)
         return max(name_width, min(_LONG, longest_word))
 
 
@@ -248,14 +244,14 @@ def add_row(
     table.add_row(*cells, style=style, end_section=end_section)
 
 
-def _squeezed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+def _squeezed(widths: Mapping[_Column, int], least: Mapping[_Column, int], room: int) -> dict[_Column, int]:
     """Returns widths that fit the room, if possible: the widest shrink first."""
-    squeezed = list(widths)
-    while sum(squeezed) > room:
-        shrinkable = [i for i in range(len(squeezed)) if squeezed[i] > least[i]]
+    squeezed = dict(widths)
+    while sum(squeezed.values()) > room:
+        shrinkable = [column for column in squeezed if squeezed[column] > least[column]]
         if not shrinkable:
             break
-        widest = max(shrinkable, key=lambda i: squeezed[i])
+        widest = max(shrinkable, key=lambda column: squeezed[column])
         squeezed[widest] -= 1
     return squeezed
 

@@ -153,9 +153,16 @@ def _html_ticks(total_s: float) -> str:
 
 def _ticks(total_s: float) -> list[float]:
     """Returns round times along an axis, 5 to 10 of them."""
-    magnitude = 10.0 ** math.floor(math.log10(total_s))
-    step_s = next(magnitude * part for part in (0.1, 0.2, 0.5, 1.0) if total_s <= 10 * magnitude * part)
+    step_s = _tick_step_s(total_s)
     return [i * step_s for i in range(math.floor(total_s / step_s) + 1)]
+
+
+def _tick_step_s(total_s: float) -> float:
+    magnitude = 10.0 ** math.floor(math.log10(total_s))
+    for part in (0.1, 0.2, 0.5):
+        if total_s <= 10 * magnitude * part:
+            return magnitude * part
+    return magnitude
 
 
 def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:

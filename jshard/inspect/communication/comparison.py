@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -71,8 +71,6 @@ def differences(
     comparison = _Comparison(of_plan, plan, _amounts(of_plan, plan, accumulate, sync), on_cpu)
     missing = comparison.missing()
     extra = comparison.extra()
-    # Of a kind with elements beyond the plan's it is unknown which of them have a planned dtype.
-    comparable_kinds = [kind for kind in comparison.planned_and_compiled() if kind not in extra]
 
     joined_kinds: list[CollectiveKind] = []
     of_no_parameter: list[CollectivePart] = []
@@ -94,7 +92,7 @@ def differences(
         *map(comparison.replaced, replacements),
         *comparison.less_or_more(left_over),
         *comparison.less_or_more(joined_kinds, by_cpu=_JOINED),
-        *comparison.other_dtypes(comparable_kinds),
+        *comparison.other_dtypes(without=extra),
         *_large_parts(of_no_parameter, "no parameter", tolerated),
         *_large_parts(gathered_anyway(of_model, plan), "parameters that are never gathered", tolerated),
         *_larger_than_requested(mixing, on_cpu),
@@ -103,14 +101,22 @@ def differences(
 
 def _over_data(windows: Iterable[Window]) -> list[Window]:
     """Returns the collectives over axes of parameters, without exchanges with experts and in attention."""
-    exchanges = {("all-to-all", (axis,)) for axis in INNER_AXES}
-    exchanges.add(("collective-permute", (CONTEXT,)))  # of ring attention
     chosen = []
     for window in windows:
         is_over_data = bool(window.axes) and set(window.axes) <= set(REGION_AXES)
-        if is_over_data and window.kind in KINDS and (window.kind, window.axes) not in exchanges:
+        if is_over_data and window.kind in KINDS and not _is_exchange(window):
             chosen.append(window)
     return chosen
+
+
+def _is_exchange(window: Window) -> bool:
+    """Returns whether a collective exchanges tokens with experts, or sequences in attention."""
+    if window.axes is None or len(window.axes) != 1:
+        return False
+    axis = window.axes[0]
+    if window.kind == "collective-permute":
+        return axis == CONTEXT  # ring attention
+    return window.kind == "all-to-all" and axis in INNER_AXES
 
 
 def _kinds_of_gathers(plan: ShardPlan) -> list[CollectiveKind]:
@@ -251,10 +257,6 @@ class _Comparison:
                 extra[kind] = amounts.excess
         return extra
 
-    def planned_and_compiled(self) -> list[CollectiveKind]:
-        """Returns the kinds that are both planned and compiled."""
-        return [kind for kind, amounts in self.amounts.items() if amounts.planned and amounts.compiled]
-
     def replaced(self, replacement: _Replacement) -> Difference:
         """Describes a kind of collective in the place of another."""
         planned = replacement.planned
@@ -287,13 +289,18 @@ class _Comparison:
             else:
                 yield Difference(f"more {description}", None, kind.kind, kind.axes, units, by_cpu)
 
-    def other_dtypes(self, kinds: Iterable[CollectiveKind]) -> Iterator[Difference]:
-        """Describes the dtypes of some kinds that are not planned."""
-        for kind in kinds:
-            planned = self.amounts[kind].planned
-            for dtype, count in self.amounts[kind].compiled.items():
-                if dtype not in planned and count > self.tolerated_elements:
-                    yield self._other_dtype(kind, dtype, planned)
+    def other_dtypes(self, *, without: Collection[CollectiveKind]) -> Iterator[Difference]:
+        """Describes the dtypes that are not planned, of the kinds that are.
+
+        Args:
+            without: kinds that are not described.
+        """
+        for kind, amounts in self.amounts.items():
+            if kind in without or not amounts.planned:
+                continue
+            for dtype, count in amounts.compiled.items():
+                if dtype not in amounts.planned and count > self.tolerated_elements:
+                    yield self._other_dtype(kind, dtype, amounts.planned)
 
     def _other_dtype(self, kind: CollectiveKind, dtype: str, planned: ElementsByDtype) -> Difference:
         windows = [window for window in self.windows if dtype in dict(window.sizes)]

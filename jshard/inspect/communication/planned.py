@@ -79,8 +79,15 @@ def _order_in_reports(traffic: Traffic) -> tuple[int, int]:
 
 def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the axes of a region along which the stored shard is the same."""
-    sharded_over = {axis for entry in placement.spec for axis in axes_of(entry)}
-    return tuple(axis for axis in REGION_AXES if degrees.get(axis, 1) > 1 and axis not in sharded_over)
+    sharded_over: set[str] = set()
+    for entry in placement.spec:
+        sharded_over.update(axes_of(entry))
+    axes = []
+    for axis in REGION_AXES:
+        has_several_devices = degrees.get(axis, 1) > 1
+        if has_several_devices and axis not in sharded_over:
+            axes.append(axis)
+    return tuple(axes)
 
 
 def _traffic_of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: Mapping[str, int]) -> Iterator[Traffic]:

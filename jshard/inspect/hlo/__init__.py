@@ -162,6 +162,16 @@ class Schedule:
     kernels: tuple[KernelUse, ...] = ()  # the kernels of `jshard.kernels` in it, with their forms
 
     @property
+    def num_async(self) -> int:
+        """The number of collectives during which the computation continues."""
+        return sum(window.is_async for window in self.windows)
+
+    @property
+    def num_overlapped(self) -> int:
+        """The number of collectives with matrix products between start and end."""
+        return sum(window.is_overlapped for window in self.windows)
+
+    @property
     def in_loops(self) -> tuple[Window, ...]:
         """The collectives inside loops."""
         return tuple(window for window in self.windows if window.loop)

@@ -136,7 +136,10 @@ def _mesh_group(instruction: Instruction, sizes: str, axes: str) -> tuple[int, .
 def group_along(sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
     """Returns the positions of the first group of devices along some axes of a mesh."""
     positions = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    first = positions[tuple(slice(None) if axis in axes else 0 for axis in sizes)]
+    index: list[slice | int] = []
+    for axis in sizes:
+        index.append(slice(None) if axis in axes else 0)
+    first = positions[tuple(index)]
     return tuple(np.ravel(first).tolist())
 
 

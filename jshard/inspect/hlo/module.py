@@ -49,7 +49,12 @@ class Instruction:
             return ()  # a literal, or a number
         if "%" in self.inside:
             return tuple(re.findall(r"%([\w.\-]+)", self.inside))
-        return tuple(part.split()[-1] for part in self.inside.split(",") if part.split())
+        names = []
+        for operand in self.inside.split(","):
+            words = operand.split()  # a type may be before the name
+            if words:
+                names.append(words[-1])
+        return tuple(names)
 
     @property
     def arrays(self) -> tuple["HloArray", ...]:

@@ -177,21 +177,31 @@ class Trace(Printed):
 
     def _row(self, times: Sequence[MeasuredCollective], has_unit: bool, has_name: bool) -> TraceRow:
         """Returns the row of some collectives, with means over all steps and devices, also those without them."""
-        op = times[0].op
         units: set[str] = set()
-        if has_unit:
-            for time in times:
-                units.update(time.op.units)
+        runs = 0
+        in_flight_s = 0.0
+        exposed_s = 0.0
+        for time in times:
+            units.update(time.op.units)
+            runs += time.runs
+            in_flight_s += time.in_flight_s
+            exposed_s += time.exposed_s
         num_device_steps = len(self._device_steps)
-        return TraceRow(
-            kind=op.kind,
-            unit=", ".join(folded_names(sorted(units))) or None,
-            phase=op.phase if has_unit else None,
-            name=op.name if has_name else None,
-            runs=sum(time.runs for time in times) / num_device_steps,
-            in_flight_s=sum(time.in_flight_s for time in times) / num_device_steps,
-            exposed_s=sum(time.exposed_s for time in times) / num_device_steps,
+        row = TraceRow(
+            kind=times[0].op.kind,
+            unit=None,
+            phase=None,
+            name=None,
+            runs=runs / num_device_steps,
+            in_flight_s=in_flight_s / num_device_steps,
+            exposed_s=exposed_s / num_device_steps,
         )
+        if has_unit:
+            unit = ", ".join(folded_names(sorted(units))) or None
+            row = dataclasses.replace(row, unit=unit, phase=times[0].op.phase)
+        if has_name:
+            row = dataclasses.replace(row, name=times[0].op.name)
+        return row
 
 
 # ---- rows
