@@ -28,6 +28,7 @@ from jshard.inspect.tables import FittedTable, Printed, add_row, dicts_of, made_
 from jshard.plans.plan import ShardPlan
 from jshard.plans.plan import plan as make_plan
 
+# The layouts of the program's arguments.
 _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's
 

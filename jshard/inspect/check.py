@@ -124,7 +124,7 @@ class _Inputs(NamedTuple):
     """The arrays that a call is run with."""
 
     params: PyTree
-    state: PyTree
+    state: PyTree  # all other variables
     args: tuple
     keywords: Arrays  # keyword arguments that are arrays
 
@@ -275,7 +275,7 @@ class _Outcome(NamedTuple):
     """What a differentiated call returns."""
 
     outputs: Arrays
-    gradients: Arrays
+    gradients: Arrays  # those of trained parameters
     state: PyTree  # after the call
     weight: jax.Array | float  # of a `js.WeightedMean`, else 1
 
@@ -380,8 +380,8 @@ def _compare_accumulated(call: _CheckedCall, steps: int, sync: str, tolerance: f
 class _Means(NamedTuple):
     """Means over microbatches, on the host."""
 
-    value: np.ndarray
-    gradients: dict[str, np.ndarray]
+    value: np.ndarray  # of the loss
+    gradients: dict[str, np.ndarray]  # by path
     state: PyTree  # after the last
 
 

@@ -238,12 +238,15 @@ def optimizer_bytes(plan: ShardPlan, optimizer: AnyOptimizer | None = None) -> O
     As in `js.shard_optimizer`, state with the shape of its parameter is placed like it, other large state is sharded
     along a divisible dim, and the rest is replicated. An `nnx.Optimizer` with arrays is measured.
     """
+    origin = "given"
+    if optimizer is None:
+        origin = "AdamW assumed"
+        optimizer = optax.adamw(1e-3)
     state: PyTree
     if isinstance(optimizer, nnx.Optimizer):
         state = nnx.state(optimizer)
     else:
-        transformation = optax.adamw(1e-3) if optimizer is None else optimizer
-        state = {"opt_state": jax.eval_shape(transformation.init, _abstract_parameters(plan)), "step": _STEP}
+        state = {"opt_state": jax.eval_shape(optimizer.init, _abstract_parameters(plan)), "step": _STEP}
     places = StatePlaces(plan)
     on_device = 0
     on_host = 0
@@ -253,7 +256,7 @@ def optimizer_bytes(plan: ShardPlan, optimizer: AnyOptimizer | None = None) -> O
             on_host += size
         else:
             on_device += size
-    return OptimizerBytes(on_device, on_host, "AdamW assumed" if optimizer is None else "given")
+    return OptimizerBytes(on_device, on_host, origin)
 
 
 def _abstract_parameters(plan: ShardPlan) -> nnx.State:

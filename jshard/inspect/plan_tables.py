@@ -26,8 +26,8 @@ class FoldedUnit(NamedTuple):
     """Equal units of a list."""
 
     name: str  # such as `blocks/0..11`
-    count: int
-    first: UnitPlan
+    count: int  # how many units
+    first: UnitPlan  # one of them; the others differ from it in their names alone
 
 
 def folded_units(plan: ShardPlan) -> list[FoldedUnit]:
@@ -123,7 +123,7 @@ def _dtypes(leaves: Iterable[LeafPlan]) -> str:
     for leaf in leaves:
         placement = leaf.placement
         dtypes = [placement.dtype]
-        if placement.gathered:
+        if placement.gathered:  # else it is used as it is stored
             dtypes += [placement.gathered_dtype, placement.reduce_dtype]
         texts.add(", ".join(map(_short, dtypes)))
     return "; ".join(sorted(texts)) or "-"

@@ -44,7 +44,7 @@ def printed(renderable: object) -> str:
     """Renders an object by `rich`, as plain text."""
     file = io.StringIO()
     console = _PlainConsole(file=file, width=width(), color_system=None, legacy_windows=False)
-    console.print(renderable, crop=False)
+    console.print(renderable, crop=False)  # a path or a command is whole, however long it is: see `whole_line`
     return _without_trailing_spaces(file.getvalue().splitlines())
 
 
@@ -82,7 +82,8 @@ def show(*things: object) -> None:
             plain = Text(thing) if isinstance(thing, str) else thing
             _PlainConsole(file=sys.stdout, highlight=False).print(plain, crop=False)
         else:
-            print(printable(thing, keep="\n\t") if isinstance(thing, str) else printed(thing), flush=True)
+            text = printable(thing, keep="\n\t") if isinstance(thing, str) else printed(thing)
+            print(text, flush=True)
 
 
 def _is_terminal() -> bool:
@@ -111,17 +112,17 @@ class _TableRow(NamedTuple):
     """A row of a table."""
 
     cells: list[str]  # a cell may have several lines
-    style: str | None
-    end_section: bool
+    style: str | None  # of rich, such as `bold`
+    end_section: bool  # a line is drawn below it
 
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
     """A column of a table."""
 
-    index: int
-    name: str
-    is_number: bool
+    index: int  # among all columns, those that are not shown included
+    name: str  # without marks
+    is_number: bool  # its cells are numbers, aligned on the right and never cut
     omission_rank: int  # of several columns that may be omitted the highest is the first; one with 0 is not omitted
 
     @classmethod

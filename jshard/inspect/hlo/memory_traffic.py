@@ -10,6 +10,7 @@ FREE_OPCODES = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id copy-start copy-done"
     " slice-start slice-done iota add-dependency opt-barrier optimization-barrier domain".split()
 )
+# They touch a part of their operand: a layer of a stack. The whole stack would count again in each round of a loop.
 _SLICES = ("dynamic-slice", "slice", "gather")
 _ASSUMED_ITEM_BYTES = 4  # of an element type that is not known: an estimate is better than an error
 
@@ -36,9 +37,9 @@ def _bytes_of(instruction: Instruction | None) -> float:
 def instruction_bytes(home: Computation, instruction: Instruction) -> float:
     """Returns the bytes of operands and result; of a slice, or an update in place, only those of the part."""
     if instruction.opcode in _SLICES:
-        return 2 * shape_bytes(instruction.shape)
+        return 2 * shape_bytes(instruction.shape)  # read and written
     if instruction.opcode == "dynamic-update-slice":
-        return 2 * _bytes_of(home.operand(instruction, 1))
+        return 2 * _bytes_of(home.operand(instruction, 1))  # the part that is written into the first operand
     return shape_bytes(instruction.shape) + sum(map(_bytes_of, home.operands(instruction)))
 
 
@@ -91,7 +92,8 @@ def _written_bytes(body: Computation, result: Instruction | None) -> float:
 def _async_fusion_bytes(body: Computation) -> float:
     """Returns the bytes of a TPU's fusion that also carries the buffers of a collective in flight.
 
-    Only what its own computation touches is counted: the collective has been counted by itself.
+    Only what its own computation touches is counted: the collective has been counted by itself. With the buffers, a
+    schedule that hides its communication would look slower than one that does not.
     """
     computing: set[str] = set()
     read: dict[str, Instruction] = {}  # by name, since several instructions may read one parameter

@@ -97,7 +97,7 @@ class Readers:
     def _read_inside(self, user: Instruction, value: Instruction) -> frozenset[str]:
         """Returns the units that read a value inside a fusion or a call; `_NO_UNIT` where it gets through."""
         if user.opcode not in _WRAPPING:
-            return frozenset((_NO_UNIT,))
+            return frozenset((_NO_UNIT,))  # nothing is inside
         body = next(self._module.callees(user))
         places = [str(place) for place, name in enumerate(user.operands) if name == value.name]
         units: set[str] = set()

@@ -175,6 +175,7 @@ class Walk:
             if role is not None:
                 self._note_seen(self._forms.collectives(instruction))
                 self._visit_collective(body, instruction, role)
+            # It has no role, since an asynchronous fusion may be computation alone, such as a copy from the host.
             elif instruction.opcode == "fusion-done" and self._ended_by(body, instruction) in body.under_way:
                 self._end(body, instruction, self._ended_by(body, instruction))
             elif instruction.opcode == "while":
@@ -279,9 +280,10 @@ class Walk:
 
     def _visit_loop(self, body: _Body, loop: Instruction) -> None:
         scope = body.scope
-        known_count = trip_count(self._module, body.home, loop)
-        is_unknown = known_count is None
-        count = 1 if known_count is None else known_count
+        count = trip_count(self._module, body.home, loop)
+        is_unknown = count is None
+        if count is None:
+            count = 1
         num_windows = len(self.windows)
         in_loop = dataclasses.replace(scope, loop=loop.name, in_unknown_loop=scope.in_unknown_loop or is_unknown)
         # The condition runs once more than the body; of an unknown length one iteration of both is counted.

@@ -122,7 +122,9 @@ def _product(dtype: str, batch: float, rows: float, columns: float, contracted: 
     """Returns the work of one product, or of a batch of them; none if a size is 0."""
     sizes = (batch, rows, columns, contracted)
     flops = 2.0 * math.prod(sizes)
-    return OpWork((EqualProducts(dtype, flops, sizes=sizes),)) if flops else OpWork()
+    if not flops:
+        return OpWork()
+    return OpWork((EqualProducts(dtype, flops, sizes=sizes),))
 
 
 def _dot(home: Computation, dot: Instruction) -> OpWork:
@@ -228,9 +230,10 @@ def _splash_attention(home: Computation, call: Instruction, num_products: int) -
     operands = _operand_arrays(home, call)
     query, key = [array for array in operands if len(array.dims) == 4][:2]
     flops = 2.0 * num_products * query.num_elements * key.dims[2]  # each query with each key
-    if any(array.dtype == "s32" and len(array.dims) == 2 for array in operands):
-        num_blocks = operands[0].dims[-1]
-        flops *= (num_blocks + 1) / (2 * num_blocks)
+    has_positions = any(array.dtype == "s32" and len(array.dims) == 2 for array in operands)
+    if has_positions:
+        num_blocks = operands[0].dims[-1]  # the first operand is the grid of blocks, queries by keys
+        flops *= (num_blocks + 1) / (2 * num_blocks)  # those on the diagonal and on one side of it
     return OpWork((EqualProducts(query.dtype, flops, num_products, is_attention=True),))
 
 
@@ -250,14 +253,18 @@ def _convolution(home: Computation, convolution: Instruction) -> OpWork:
     kernel_sizes = _sizes_by_label(labels[2], _array(home.operand(convolution, 1)))
     out_sizes = _sizes_by_label(labels[3], _array(convolution))
     window_text = re.search(r"window=\{([^}]*)\}", convolution.attributes)
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", window_text[1])) if window_text else {}
+    window: dict[str, str] = {}
+    if window_text:
+        window = dict(re.findall(r"(\w+)=([\w\-]+)", window_text[1]))
 
     num_pairs = 1
     spatial_dims = sorted(label for label in kernel_sizes if label.isdigit())
     for i, dim in enumerate(spatial_dims):
         num_pairs *= _num_pairs(window, i, image_sizes.get(dim, 1), kernel_sizes[dim], out_sizes.get(dim, 1))
     flops = 2.0 * out_sizes.get("b", 1) * out_sizes.get("f", 1) * kernel_sizes.get("i", 1) * num_pairs
-    return OpWork((EqualProducts(image.dtype, flops),)) if flops else OpWork()
+    if not flops:
+        return OpWork()
+    return OpWork((EqualProducts(image.dtype, flops),))
 
 
 def _sizes_by_label(labels: str, array: HloArray) -> dict[str, int]:

@@ -145,7 +145,10 @@ def _tpu_runs(raws: Iterable[_RawEvent]) -> list[Event]:
     runs = []
     for place, event in enumerate(_by_begin(_plain_events(raws))):
         module = _PROGRAM_ID.sub("", event.label)
-        number = place if event.run is None else event.run
+        number = event.run
+        if number is None:
+            number = place
+        # It contains the operations of its program: as computation it would cover their gaps, too.
         runs.append(dataclasses.replace(event, module=module, run=number, computes=False))
     return runs
 
@@ -169,6 +172,7 @@ def _paired(raws: Iterable[_RawEvent]) -> list[Event]:
         details = _details(raw)
         event = dataclasses.replace(_event(raw, details), computes=False)
         flow = details.get("flow")
+        # An event without a flow is a whole operation.
         key = place if flow is None else (flow, re.sub("-(start|done)", "", event.op))
         pairs.setdefault(key, []).append(event)
     operations = []
@@ -209,6 +213,7 @@ class _CpuThreads:
             if raw.name.startswith(_SKIPPED):
                 continue
             details = _details(raw)
+            # The number of a flow is `_p` where the operation began, and `_c` where its end is reported.
             if raw.name.startswith(_END) and "_c" in details:
                 reports_ps[details["_c"]] = _begin_ps(raw)
             elif raw.name == _NEXT_OPERATIONS:
@@ -217,7 +222,7 @@ class _CpuThreads:
                 event = _event(raw, details)
                 ordinal = int(details["device_ordinal"])
                 events[ordinal].append(event)
-                self._flows[ordinal, event.op, event.begin_ps] = details.get("_p", -1)
+                self._flows[ordinal, event.op, event.begin_ps] = details.get("_p", -1)  # -1: it has no report
         self._add_ends(reports_ps, next_operations)
         for ordinal, of_device in events.items():
             self.events[ordinal] += _nested(of_device)

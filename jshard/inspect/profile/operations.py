@@ -90,6 +90,7 @@ class Ops:
 
     def _in_text(self, event: Event) -> Op | None:
         """Returns the operation of the text that an event names, unless the event is of another program."""
+        # Each program has its own `fusion.1`.
         if event.module and self.program is not None and event.module != self.program:
             return None
         return self._ops_in_text.get(event.op) or self._ops_in_text.get(_shared_name(event.op))
@@ -140,6 +141,7 @@ class _Table:
             for i, instruction in enumerate(computation.instructions):
                 place = i if is_outermost else None
                 self.ops[instruction.name] = self._op(computation, instruction, place)
+        # An event may also have the name that a start and an end share.
         for op in list(self.ops.values()):
             self.ops.setdefault(op.name, op)
 

@@ -74,7 +74,7 @@ def number_steps(timelines: Sequence[DeviceRuns], processes: Sequence[ProcessEve
         steps_by_timeline = _steps_of_runs(of_process)
         num_steps = 1 + max(max(steps) for steps in steps_by_timeline.values())
         # Processes run the same steps: the marks of one are valid for another.
-        numbers = _of_length(num_steps, [marks[process], *marks])
+        numbers = _of_length(num_steps, [marks[process], *marks])  # its own first
         if numbers is None:
             are_marked = False
             numbers = range(1, num_steps + 1)
