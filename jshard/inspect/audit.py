@@ -402,8 +402,8 @@ def _overlap_lines(audit: Audit) -> list[str]:
         return []
     lines = ["In loops, blocking or overlapped by no matrix product:"]
     for window in exposed[:_SHOWN]:
-        how = "async" if window.is_async else "blocking"
-        lines.append(f"  {window.kind} {window.name}, {human_bytes(window.full_bytes)}, {how}")
+        form = "async" if window.is_async else "blocking"
+        lines.append(f"  {window.kind} {window.name}, {human_bytes(window.full_bytes)}, {form}")
     if len(exposed) > _SHOWN:
         lines.append(f"  ... and {len(exposed) - _SHOWN} more")
     return lines

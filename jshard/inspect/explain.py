@@ -103,9 +103,9 @@ def explain(
 def _arrays_without_plan(model: nnx.Module, plan: ShardPlan) -> Iterator[Other]:
     """Yields the float arrays of a model that are not in its plan."""
     planned = {leaf.path for leaf in plan.leaves}
-    for other in others_of(model):
-        if dotted(other.path) not in planned:
-            yield other
+    for array in others_of(model):
+        if dotted(array.path) not in planned:
+            yield array
 
 
 def _strays(model: nnx.Module) -> Iterator[str]:
@@ -176,10 +176,11 @@ class Explanation(Printed):
         return [{**dataclasses.asdict(row), "wire_bytes": row.wire_bytes} for row in self.traffic]
 
     def _others_json(self) -> list[dict[str, object]]:
-        return [{**dataclasses.asdict(other), "path": dotted(other.path)} for other in self.others]
+        return [{**dataclasses.asdict(array), "path": dotted(array.path)} for array in self.others]
 
     def _replicated_json(self) -> dict[str, str]:
         """Returns why arrays are replicated, by path."""
         reasons = {leaf.path: leaf.placement.because for leaf in self.plan.replicated}
-        reasons |= {dotted(other.path): unsharded_class(other.kind) for other in in_own_classes(self.others)}
+        for array in in_own_classes(self.others):
+            reasons[dotted(array.path)] = unsharded_class(array.kind)
         return reasons

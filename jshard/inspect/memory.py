@@ -15,7 +15,7 @@ from jshard._types import PyTree
 from jshard.inspect.activations import Activations
 from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import HOST_KIND
-from jshard.plans.model_axes import axes_of
+from jshard.plans.model_axes import degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.state_places import StatePlaces
@@ -174,7 +174,7 @@ def _prefetched_bytes(plan: ShardPlan, copies: Mapping[str, int]) -> int:
         elif position > 0 and int(count) > 0:
             # While the first of the units before it computes, the others and this one are gathered.
             before = units[max(0, position - int(count)) : position]
-            ahead = sum(copies[other.name] for other in before[1:]) + copies[unit.name]
+            ahead = sum(copies[earlier.name] for earlier in before[1:]) + copies[unit.name]
         most = max(most, ahead)
     return most
 
@@ -292,5 +292,5 @@ def _state_bytes(
         shape = padding.pad(jax.ShapeDtypeStruct(shape, array.dtype)).shape
     num_shards = 1
     for entry in places.spec(keys, shape):
-        num_shards *= math.prod(degrees[axis] for axis in axes_of(entry))
+        num_shards *= degree_of(entry, degrees)
     return math.prod(shape) * item_bytes // num_shards

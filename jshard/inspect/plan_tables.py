@@ -297,8 +297,8 @@ def _never_gathered(plan: ShardPlan) -> Iterator[str]:
 
 def _unscheduled_stacks(plan: ShardPlan) -> Iterator[str]:
     for (path, unit), size in plan.unscheduled_stacks.items():
-        how = f"gathered {plan.how_stacked(path, unit)}: no unit is inside their loop"
-        yield f"Stacked layers: {path}, {human_bytes(size)}, {how}"
+        remark = f"gathered {plan.how_stacked(path, unit)}: no unit is inside their loop"
+        yield f"Stacked layers: {path}, {human_bytes(size)}, {remark}"
 
 
 def _replicated(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:

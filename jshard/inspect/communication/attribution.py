@@ -7,14 +7,13 @@ its arrays.
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jshard.inspect.communication.planned import copied_over
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.module import HloArray
-from jshard.plans.model_axes import axes_of
+from jshard.plans.model_axes import degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import ShardPlan
 
@@ -218,7 +217,7 @@ def shapes_on_device(placement: Placement, degrees: Mapping[str, int]) -> Shapes
     gathered: list[int] = []
     shard: list[int] = []
     for dim, (size, entry) in enumerate(zip(placement.stored_shape, placement.spec, strict=True)):
-        size_on_device = size // math.prod(degrees[axis] for axis in axes_of(entry))
+        size_on_device = size // degree_of(entry, degrees)
         shard.append(size_on_device)
         gathered.append(size if dim == placement.dim else size_on_device)
     return ShapesOnDevice(tuple(gathered), tuple(shard))

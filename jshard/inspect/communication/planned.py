@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.plans.mesh import FSDP, REGION_AXES
-from jshard.plans.model_axes import axes_of
+from jshard.plans.model_axes import axes_of, degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan
 
@@ -153,7 +152,7 @@ def _sum_over_replicas(placement: Placement, degrees: Mapping[str, int], purpose
     """Yields the sum of gradients over the axes along which the stored parameter is the same, if there are any."""
     axes = copied_over(placement, degrees)
     if axes:
-        num_replicas = math.prod(degrees[axis] for axis in axes)
+        num_replicas = degree_of(axes, degrees)
         shard_bytes = _gradient_bytes(placement, placement.reduce_dtype) // placement.degree
         yield Traffic("all-reduce", axes, num_replicas, placement.reduce_dtype, shard_bytes, purpose)
 

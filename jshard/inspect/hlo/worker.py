@@ -199,10 +199,10 @@ def _own_kernel(home: Computation, call: Instruction) -> OpWork:
     _, _, kernel = call.op_name.rpartition(_OWN_KERNEL)
     if "_norm" in kernel:
         return OpWork()
-    left, *others = _operand_arrays(home, call)
+    left, *operands = _operand_arrays(home, call)
     out = _array(call)
     products = []
-    for right in others:
+    for right in operands:
         if len(right.dims) == 2:
             sizes = _ProductSizes.of(left.num_elements, right.num_elements, out.num_elements)
             products.append(_product(left.dtype, 1, *sizes))

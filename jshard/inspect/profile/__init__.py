@@ -145,8 +145,8 @@ def _notes_on_others(files: ProfileFiles, lacking: Collection[str]) -> Iterator[
     if files.others:
         yield f"The newest of {files.others + 1} profiles; for another one name its folder."
     if lacking:
-        which = f"{len(lacking)} collectives, such as {min(lacking)}"
-        yield f"The text is of another compilation: it lacks {which}."
+        collectives = f"{len(lacking)} collectives, such as {min(lacking)}"
+        yield f"The text is of another compilation: it lacks {collectives}."
 
 
 # ---- files
