@@ -105,13 +105,17 @@ def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memo
     # A root whose own copy stays still gathers the layers of its loops one at a time.
     copies = {plan.units[0].name: _row_bytes(plan)} | temporary
     largest = max(copies, key=lambda name: copies[name])
-    gradients = [_unreduced_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
+    total_kept = 0
+    gradients = []
+    for unit in plan.units:
+        total_kept += kept_bytes(plan, unit)
+        gradients.append(_unreduced_bytes(plan.unit_leaves(unit.name)))
     return Memory(
         parameters_bytes=parameter_bytes(plan, on_host=False),
         gradients_bytes=parameter_bytes(plan, on_host=False, trained_only=True),
         optimizer_bytes=state.on_device,
         optimizer=state.origin,
-        kept_bytes=sum(kept_bytes(plan, unit) for unit in plan.units),
+        kept_bytes=total_kept,
         largest_unit=largest,
         largest_unit_bytes=copies[largest],
         prefetched_bytes=_prefetched_bytes(plan, temporary),
