@@ -108,6 +108,7 @@ def gathered_anyway(windows: Iterable[Window], plan: ShardPlan) -> list[Collecti
         placement = leaf.placement
         if not placement.gathered and placement.dim is not None:  # replicated ones are whole anyway
             shapes = shapes_on_device(placement, dict(plan.mesh))
+            # As it is stored, perhaps padded, and as the model has it.
             whole_shapes |= {comparable(shapes.gathered), comparable(placement.shape)}
             shard_shapes.add(comparable(shapes.shard))
 
@@ -174,9 +175,8 @@ def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window
 
 def with_arrays(window: Window, arrays: Sequence[HloArray]) -> Window:
     """Returns a collective with only some of its arrays."""
-    parts_of_result = (
-        window.full_bytes // window.result_bytes
-    )  # of a reduce-scatter, the result is one of several parts
+    # Of a reduce-scatter, the result is one of several parts.
+    parts_of_result = window.full_bytes // window.result_bytes
     sizes: dict[str, int] = collections.defaultdict(int)
     for array in arrays:
         sizes[array.dtype] += array.bytes * parts_of_result

@@ -92,7 +92,7 @@ def differences(
         *map(comparison.replaced, replacements),
         *comparison.less_or_more(left_over),
         *comparison.less_or_more(joined_kinds, by_cpu=_JOINED),
-        *comparison.other_dtypes(without=extra),
+        *comparison.other_dtypes(extra),
         *_large_parts(of_no_parameter, "no parameter", tolerated),
         *_large_parts(gathered_anyway(of_model, plan), "parameters that are never gathered", tolerated),
         *_larger_than_requested(mixing, on_cpu),
@@ -289,14 +289,10 @@ class _Comparison:
             else:
                 yield Difference(f"more {description}", None, kind.kind, kind.axes, units, by_cpu)
 
-    def other_dtypes(self, *, without: Collection[CollectiveKind]) -> Iterator[Difference]:
-        """Describes the dtypes that are not planned, of the kinds that are.
-
-        Args:
-            without: kinds that are not described.
-        """
+    def other_dtypes(self, extra: Collection[CollectiveKind]) -> Iterator[Difference]:
+        """Describes the dtypes that are not planned, of planned kinds except those with extra elements."""
         for kind, amounts in self.amounts.items():
-            if kind in without or not amounts.planned:
+            if kind in extra or not amounts.planned:
                 continue
             for dtype, count in amounts.compiled.items():
                 if dtype not in amounts.planned and count > self.tolerated_elements:
@@ -403,4 +399,4 @@ def hlo_dtype(name: str) -> str:
     if name == "bool":
         return "pred"
     short = name.replace("complex", "c").replace("float", "f").replace("int", "s")
-    return short.replace("us", "u").replace("_", "")
+    return short.replace("us", "u").replace("_", "")  # of `uint8` there is `us8` by now
