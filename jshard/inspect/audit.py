@@ -200,7 +200,7 @@ def audit(
     """
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
-    if memory is None and isinstance(program, jax.stages.Compiled):
+    if memory is None and isinstance(program, jax.stages.Compiled):  # a text has no figures of memory
         memory = CompiledMemory.of(program)
     if plan is None and model is not None:
         plan = as_traced(make_plan(model))
@@ -229,6 +229,7 @@ def _differences(
 
 def _mesh_of(plan: ShardPlan) -> AbstractMesh:
     degrees = dict(plan.mesh)
+    # Without devices: collectives are written with positions in the mesh.
     return AbstractMesh(tuple(degrees.values()), tuple(degrees))
 
 
@@ -294,7 +295,7 @@ def _collectives_table(audit: Audit) -> FittedTable:
         if plan.gathered_part.leaves != plan.leaves:
             caption += " that are gathered"
         caption += "."
-        columns.insert(6, "copies>")
+        columns.insert(6, "copies>")  # beside the bytes, from which it follows
     table = made_table("Collectives of one device (compiled)", *columns, caption=caption)
     for row in audit.rows:
         add_row(table, *_row_cells(row, plan))

@@ -57,7 +57,7 @@ class TrafficRow:
     def to_dict(self) -> dict[str, object]:
         """Returns the row for JSON; one of lines that mix examples names these rather than a unit."""
         counts: dict[str, object] = {"executions": self.executions, "total_bytes": self.total_bytes}
-        if self.per_iteration:
+        if self.per_iteration:  # else the counts are those of a run
             counts["per_iteration"] = True
         if self.mixing:
             return {

@@ -160,7 +160,7 @@ def _amounts(windows: Iterable[Window], plan: ShardPlan, accumulate: int, sync: 
         compiled = amounts[CollectiveKind.of(window)].compiled
         for dtype, size in window.sizes:
             compiled[dtype] += size / item_bytes(dtype) * window.executions
-    num_passes = accumulate if sync == "each" else 1
+    num_passes = accumulate if sync == "each" else 1  # with "last" there is one gather and one reduction for all
     for traffic in traffic_of(plan):
         if sync == "last" and traffic.purpose.startswith(BACKWARD):
             continue  # gathered once, for all microbatches

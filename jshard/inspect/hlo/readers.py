@@ -102,6 +102,7 @@ class Readers:
         places = [str(place) for place, name in enumerate(user.operands) if name == value.name]
         units: set[str] = set()
         for instruction in body.instructions:
+            # Of a parameter the text in parentheses is its place among the operands.
             if instruction.opcode == "parameter" and instruction.inside in places:
                 units |= self._readers(body)[instruction.name]
         return frozenset(units)

@@ -66,7 +66,7 @@ def find_profile(path: str | os.PathLike[str]) -> ProfileFiles:
     if not oldest_first:
         raise _no_profile(path, why_none)
     newest = _newest_profile(oldest_first)
-    profiles = {_profile_folder(file) for file in oldest_first}
+    profiles = {_profile_folder(file) for file in oldest_first}  # the newest is one of them
     return ProfileFiles(_labelled(newest), _find_program(newest[0]), others=len(profiles) - 1)
 
 
