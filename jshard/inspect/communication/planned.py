@@ -139,7 +139,7 @@ def _reductions_to_shard(placement: Placement, degrees: Mapping[str, int]) -> It
     for group_size, apart in placement.exchanges(degrees[FSDP]):
         purpose = "gradients, summed on arrival"
         yield Traffic("all-to-all", (FSDP,), group_size, placement.reduce_wire, exchanged_bytes, purpose, apart)
-        exchanged_bytes //= group_size  # a device goes on with the part that it has summed
+        exchanged_bytes //= group_size  # of which each device has summed one part
     full_bytes //= degrees[FSDP]
     for axis in placement.axes:
         if axis != FSDP:
