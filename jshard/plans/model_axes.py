@@ -20,6 +20,11 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
+def degree_of(entry: Entry, degrees: Mapping[str, int]) -> int:
+    """Returns over how many devices an entry of a spec splits its dim."""
+    return math.prod(degrees[axis] for axis in axes_of(entry))
+
+
 def spec_over(axes: Sequence[str], entries: Sequence[Entry]) -> PartitionSpec:
     """Returns a spec restricted to some axes, for a region that is manual over them."""
     restricted = []
@@ -139,7 +144,7 @@ class _ModelAnnotation:
         uneven = []
         for dim, (size, entry) in enumerate(zip(self.shape, self.entries, strict=False)):
             # `degrees` has each of them: axes that the mesh lacks were left out with those of degree 1.
-            pieces = math.prod(degrees[axis] for axis in axes_of(entry))
+            pieces = degree_of(entry, degrees)
             if size % pieces:
                 uneven.append(f"dim {dim} over {', '.join(axes_of(entry))} ({pieces})")
         if uneven:
