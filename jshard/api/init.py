@@ -106,7 +106,7 @@ def shard_init(
 
 
 def abstract_copy(model: nnx.Module, annotate: Callable[[M], object]) -> M:
-    """Returns an annotated model without its arrays, annotated anew: what `abstract_init` would of the plain model."""
+    """Returns an annotated model without its arrays, with another annotation, as `abstract_init` returns it."""
     graphdef, state = nnx.split(model)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     copy: Any = nnx.merge(graphdef, shapes)

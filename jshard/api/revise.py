@@ -10,7 +10,7 @@ from flax import nnx
 
 from jshard.api.fully_shard import leaves_of
 from jshard.errors import AnnotationError
-from jshard.linen.revised import revised_linen
+from jshard.linen.annotated_class import revised_linen
 from jshard.plans import checks
 from jshard.plans.plan import make_plan, record_of
 from jshard.plans.policies import Fallback, MixedPrecision, UnitPolicy
@@ -36,7 +36,7 @@ SettingsByName = Mapping[str, Any]
 """Settings of units by their names in `js.fully_shard`."""
 
 
-class UnitSettings(TypedDict, total=False):
+class RevisedSettings(TypedDict, total=False):
     """The settings of a unit that can be changed; each as in `js.fully_shard`."""
 
     reshard_after_forward: bool | int | None
@@ -49,7 +49,7 @@ class UnitSettings(TypedDict, total=False):
 def revise(
     model: M,
     units: UnitChoice | nnx.Module | Sequence[UnitChoice | nnx.Module] | None = None,
-    **settings: Unpack[UnitSettings],
+    **settings: Unpack[RevisedSettings],
 ) -> M:
     """Changes settings of an annotated model's units: how they are gathered, freed, recomputed and cast.
 
@@ -93,7 +93,7 @@ def revise(
 
 
 def _check_names(settings: SettingsByName) -> None:
-    known = UnitSettings.__annotations__
+    known = RevisedSettings.__annotations__
     unknown = [name for name in settings if name not in known]
     if unknown or not settings:
         where = ", ".join(f"{name}={settings[name]!r}" for name in unknown) or "none is named"
@@ -112,10 +112,8 @@ def _chosen_paths(
     if units is None:
         return {path for path, module in nested_units(model) if not path or record_of(module).placement.gathered}
     # A pattern is a sequence of letters, and a list of modules may be a module of Flax.
-    if isinstance(units, Sequence) and not isinstance(units, str | nnx.Module):
-        choices = list(units)
-    else:
-        choices = [units]
+    is_list = isinstance(units, Sequence) and not isinstance(units, str | nnx.Module)
+    choices: list[Any] = list(units) if is_list else [units]  # type: ignore[arg-type]
     paths: set[Path] = set()
     kinds: dict[str, str] = {}  # classes of the units, each with the path of one
     for path, module in nested_units(model):

@@ -13,7 +13,7 @@ from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.opened import cut
 from jshard.checkpoint.packed.layout import Limits, limits, size_of
 from jshard.in_memory.exchange import Blocks, Device, exchange
-from jshard.in_memory.transfers import Shard, Transfer, plan_transfers, shape_of, shards_of
+from jshard.in_memory.transfers import ShardBox, Transfer, plan_transfers, shape_of, shards_of
 from jshard.plans.memories import HOST_KIND, fetched
 
 CHUNK_BYTES = 128 << 20
@@ -145,9 +145,9 @@ def on_hosts(array: jax.Array, shape: tuple[int, ...], processes: Sequence[int])
     return result
 
 
-def _waves(shards: Sequence[Shard], processes: Sequence[int]) -> list[list[Shard]]:
+def _waves(shards: Sequence[ShardBox], processes: Sequence[int]) -> list[list[ShardBox]]:
     """Returns the boxes that processes lack, in groups in which each device receives at most one."""
-    waves: list[list[Shard]] = []
+    waves: list[list[ShardBox]] = []
     all_boxes = list(dict.fromkeys(shard.box for shard in shards if size_of(shard.box)))
     for process in processes:
         local_boxes = {shard.box for shard in shards if shard.device.process_index == process}
@@ -159,11 +159,11 @@ def _waves(shards: Sequence[Shard], processes: Sequence[int]) -> list[list[Shard
             wave = number // len(devices)
             if wave == len(waves):
                 waves.append([])
-            waves[wave].append(Shard(devices[number % len(devices)], box))
+            waves[wave].append(ShardBox(devices[number % len(devices)], box))
     return waves
 
 
-def _local_boxes(array: jax.Array, shards: Sequence[Shard]) -> dict[Limits, jax.Array]:
+def _local_boxes(array: jax.Array, shards: Sequence[ShardBox]) -> dict[Limits, jax.Array]:
     """Returns the boxes of an array on devices of this process, each once."""
     box_of = {shard.device: shard.box for shard in shards}
     boxes = {}
@@ -180,11 +180,11 @@ def _write(result: np.ndarray, box: Limits, block: np.ndarray) -> None:
     result[tuple(slice(start, stop) for start, stop in box)] = without_padding
 
 
-def _spread(box: Limits, devices: Sequence[Device]) -> list[Shard]:
+def _spread(box: Limits, devices: Sequence[Device]) -> list[ShardBox]:
     """Returns a box cut along its largest dim into a part for each device; the first is the largest."""
     shape = shape_of(box)
     if not shape:
-        return [Shard(devices[0], box)]
+        return [ShardBox(devices[0], box)]
     dim = max(range(len(shape)), key=lambda each: shape[each])
     start, stop = box[dim]
     step = max(1, math.ceil((stop - start) / len(devices)))
@@ -192,7 +192,7 @@ def _spread(box: Limits, devices: Sequence[Device]) -> list[Shard]:
     for position, device in enumerate(devices):
         part_start = min(start + position * step, stop)
         part = (part_start, min(part_start + step, stop))
-        shards.append(Shard(device, (*box[:dim], part, *box[dim + 1 :])))
+        shards.append(ShardBox(device, (*box[:dim], part, *box[dim + 1 :])))
     return shards
 
 

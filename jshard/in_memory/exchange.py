@@ -25,7 +25,7 @@ _AXIS = "device"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Round:
+class _PermuteRound:
     """Transfers of boxes of one shape, at most one from each device and to each.
 
     Attributes:
@@ -99,7 +99,7 @@ def _devices_of(transfers: Sequence[Transfer], target_devices: Sequence[Device])
     return sorted(devices, key=lambda device: device.id)
 
 
-def _numbered(transfers: Sequence[Transfer], devices: Sequence[Device]) -> tuple[_Round, ...]:
+def _numbered(transfers: Sequence[Transfer], devices: Sequence[Device]) -> tuple[_PermuteRound, ...]:
     """Returns the rounds of a program, with devices by their position."""
     position_of = {device: position for position, device in enumerate(devices)}
     rounds = []
@@ -118,7 +118,7 @@ def _numbered(transfers: Sequence[Transfer], devices: Sequence[Device]) -> tuple
             receives[receiver] = True
             if not transfer.is_local:
                 pairs.append((sender, receiver))
-        rounds.append(_Round(shape, tuple(pairs), tuple(source_offsets), tuple(target_offsets), tuple(receives)))
+        rounds.append(_PermuteRound(shape, tuple(pairs), tuple(source_offsets), tuple(target_offsets), tuple(receives)))
     return tuple(rounds)
 
 
@@ -161,7 +161,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> 
 @functools.lru_cache(maxsize=1024)
 def _program(
     mesh: Mesh,
-    rounds: tuple[_Round, ...],
+    rounds: tuple[_PermuteRound, ...],
     source_shape: tuple[int, ...],
     target_shape: tuple[int, ...],
     dtype: np.dtype,
@@ -179,7 +179,7 @@ def _program(
     return jax.jit(mapped, donate_argnums=0)
 
 
-def _with_round(target: jax.Array, source: jax.Array, current: _Round) -> jax.Array:
+def _with_round(target: jax.Array, source: jax.Array, current: _PermuteRound) -> jax.Array:
     """Returns this device's target block after one round."""
     position = lax.axis_index(_AXIS)
     source_offset = jnp.array(current.source_offsets, jnp.int32)[position]

@@ -43,7 +43,7 @@ def gather(state: PyTree, *, where: Where = "host") -> PyTree:
     """
     if where not in get_args(Where):
         raise CheckpointError(
-            "There is no such place to gather to.",
+            "Values cannot be gathered to this place.",
             where=f"gather(where={where!r})",
             why=f"the places are {', '.join(get_args(Where))}.",
             do='js.gather(model, where="host")',

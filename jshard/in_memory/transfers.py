@@ -22,7 +22,7 @@ from jshard.checkpoint.packed.layout import Limits, limits, size_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class ShardBox:
     """A box of an array that a device holds, or is to hold.
 
     Attributes:
@@ -44,8 +44,8 @@ class Transfer:
         box: the box in the array.
     """
 
-    source: Shard
-    target: Shard
+    source: ShardBox
+    target: ShardBox
     box: Limits
 
     @property
@@ -59,7 +59,7 @@ class Transfer:
         return self.source.device == self.target.device
 
 
-def shards_of(sharding: Sharding, stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[Shard]:
+def shards_of(sharding: Sharding, stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[ShardBox]:
     """Returns the shards of an array on all devices, of all processes, in the order of the devices' ids.
 
     Args:
@@ -71,11 +71,11 @@ def shards_of(sharding: Sharding, stored_shape: tuple[int, ...], shape: tuple[in
     for device, index in sharding.devices_indices_map(stored_shape).items():
         stored_box = limits(index or (), stored_shape)
         box = tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(stored_box, shape, strict=True))
-        shards.append(Shard(device, box))
+        shards.append(ShardBox(device, box))
     return sorted(shards, key=lambda shard: shard.device.id)
 
 
-def plan_transfers(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Transfer]:
+def plan_transfers(sources: Sequence[ShardBox], targets: Sequence[ShardBox]) -> list[Transfer]:
     """Returns the transfers that fill every target shard, each element once.
 
     Of several devices that hold the same box, a target takes it from itself, else from a device of its process, else
@@ -85,7 +85,7 @@ def plan_transfers(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[T
         sources: shards whose boxes are equal or disjoint, and make up everything that the targets need.
         targets: shards to fill.
     """
-    holders_by_box: dict[Limits, list[Shard]] = collections.defaultdict(list)
+    holders_by_box: dict[Limits, list[ShardBox]] = collections.defaultdict(list)
     for shard in sources:
         if size_of(shard.box):
             holders_by_box[shard.box].append(shard)
@@ -103,10 +103,10 @@ def plan_transfers(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[T
     return transfers
 
 
-def _nearest(holders: Iterable[Shard], target: Shard, num_sent: collections.Counter[int]) -> Shard:
+def _nearest(holders: Iterable[ShardBox], target: ShardBox, num_sent: collections.Counter[int]) -> ShardBox:
     """Returns the holder of a box from which a target takes it."""
 
-    def distance(holder: Shard) -> tuple[bool, bool, int, int]:
+    def distance(holder: ShardBox) -> tuple[bool, bool, int, int]:
         is_other_device = holder.device != target.device
         is_other_process = holder.device.process_index != target.device.process_index
         return is_other_device, is_other_process, num_sent[holder.device.id], holder.device.id
@@ -155,7 +155,7 @@ def moved_elements(transfers: Iterable[Transfer]) -> int:
     return sum(size_of(transfer.box) for transfer in transfers if not transfer.is_local)
 
 
-def least_elements(sources: Sequence[Shard], targets: Iterable[Shard]) -> int:
+def least_elements(sources: Sequence[ShardBox], targets: Iterable[ShardBox]) -> int:
     """Returns the number of elements that targets need and do not hold already: no plan can move fewer."""
     boxes_of_device: dict[int, list[Limits]] = collections.defaultdict(list)
     for shard in sources:

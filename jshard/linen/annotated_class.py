@@ -7,7 +7,7 @@ wrapper: it is a class attribute of a subclass, which every copy of the module h
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -18,10 +18,11 @@ from jshard._compat import LINEN_CALL, LINEN_REGISTER
 from jshard.errors import AnnotationError
 from jshard.linen.annotation import Annotation, annotation_for, annotation_of
 from jshard.linen.call import FreeFunction
-from jshard.linen.choices import chosen_units
+from jshard.linen.choices import ChosenUnits, chosen_units, text_of
 from jshard.linen.dispatch import ROOT, call_annotated, call_function, is_inside_model
 from jshard.linen.layout import Layout
 from jshard.linen.trained import plan_of_training
+from jshard.plans import checks
 from jshard.plans.placement import PlacementPolicy
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import LogicalOptimizer, Method, Unit
@@ -46,7 +47,7 @@ def annotated(module: L, root: Unit, units: Any, unit: Unit) -> L:
     unit = dataclasses.replace(unit, optimizer=optimizer)
     annotation = Annotation(type(module), root, tuple(chosen_units(units, unit)))
     # Of a copy: the class of the object itself is changed, and the user's module stays plain.
-    return annotated_again(module.clone(), annotation)  # type: ignore[return-value]
+    return _annotated_again(module.clone(), annotation)  # type: ignore[return-value]
 
 
 def relaid(module: nn.Module, changed: Callable[[Layout], Layout]) -> nn.Module:
@@ -55,7 +56,58 @@ def relaid(module: nn.Module, changed: Callable[[Layout], Layout]) -> nn.Module:
     assert annotation.latest is not None, "its parameters are known"
     layouts = {key: changed(layout) for key, layout in annotation.layouts.items()}
     changed_annotation = dataclasses.replace(annotation, layouts=layouts, latest=changed(annotation.latest))
-    return annotated_again(annotation.plain(module), changed_annotation)
+    return _annotated_again(annotation.plain(module), changed_annotation)
+
+
+def revised_linen(module: L, units: Any, settings: Mapping[str, Any]) -> L:
+    """Returns a copy of an annotated module whose units have other settings.
+
+    Args:
+        module: the annotated module.
+        units: choices of its annotation, one or a list; None: all of them, and the root.
+        settings: by their names in `js.fully_shard`; all are known.
+    """
+    annotation = annotation_for(module)
+    # Values that are not valid are refused also where they apply to no unit.
+    annotation.root.policy.changed(annotation.root.mesh, **settings)
+    root = annotation.root
+    if units is None:
+        has_inner_units = bool(annotation.choices)
+        # remat of the root would run every unit inside it three times.
+        of_root = {name: value for name, value in settings.items() if name != "remat" or not has_inner_units}
+        root = _with_settings(root, of_root)
+        requested = [known.choice for known in annotation.choices]
+    else:
+        requested = list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
+        _check_known(module, annotation, requested)
+    choices = []
+    for known in annotation.choices:
+        record = known.record
+        if known.choice in requested and record.placement.gathered:
+            record = _with_settings(record, settings)
+        choices.append(ChosenUnits(known.choice, record))
+    # Without the layouts, whose plans show the old settings: `init`, or the next call, makes new ones.
+    revised = Annotation(annotation.base, root, tuple(choices), specs=dict(annotation.specs))
+    return _annotated_again(annotation.plain(module), revised)  # type: ignore[return-value]
+
+
+def _with_settings(record: Unit, settings: Mapping[str, Any]) -> Unit:
+    changed = dataclasses.replace(record, policy=record.policy.changed(record.mesh, **settings))
+    checks.check_unit(changed)
+    return changed
+
+
+def _check_known(module: nn.Module, annotation: Annotation, requested: Sequence[Any]) -> None:
+    """Raises for a choice that the annotation does not have: the submodules of a Linen model are not known yet."""
+    known = [units.choice for units in annotation.choices]
+    unknown = [choice for choice in requested if choice not in known]
+    if unknown:
+        raise AnnotationError(
+            "No unit matches the choice of units.",
+            where=f"revise({annotation.base.__name__}, {', '.join(map(text_of, unknown))})",
+            why=f"the units of a Linen model are chosen by its annotation: {', '.join(map(text_of, known)) or 'none'}.",
+            do=f"js.revise(model, {text_of(known[0]) if known else 'None'}, prefetch=2)",
+        )
 
 
 def _check(module: nn.Module, placement: PlacementPolicy) -> None:
@@ -109,7 +161,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     @nn.nowrap
     def reduce(self: nn.Module) -> tuple:
         # The class itself cannot be found by name: it is made again from the user's module.
-        return annotated_again, (annotation.plain(self), annotation)
+        return _annotated_again, (annotation.plain(self), annotation)
 
     def plan_for(wrt: Filter) -> ShardPlan:
         return plan_of_training(annotation.layout, wrt)
@@ -123,7 +175,7 @@ def _annotated_class(annotation: Annotation) -> type[nn.Module]:
     return type(base.__name__, (base,), body)
 
 
-def annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
+def _annotated_again(plain: nn.Module, annotation: Annotation) -> nn.Module:
     """Annotates a module in place; called by pickle, because the class is created at run time."""
     object.__setattr__(plain, "__class__", _annotated_class(annotation))
     return plain

@@ -77,5 +77,5 @@ def test_values_stay_when_the_model_is_donated():
 
 
 def test_an_unknown_place_is_refused():
-    with pytest.raises(CheckpointError, match="no such place"):
+    with pytest.raises(CheckpointError, match="cannot be gathered"):
         js.gather(padded_model(js.mesh()), where="rank0")
