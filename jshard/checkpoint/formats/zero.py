@@ -279,8 +279,13 @@ def _trained(
     num_ranks = len(weights)
     piece_sizes = {name: -(-math.prod(shape) // num_ranks) for name, shape in shapes.items()}
     num_needed = sum(piece_sizes.values())
+    dtype = weights[0][0].dtype
     # A short rank would shift the numbers of the ranks after it.
     for file, runs in zip(files, weights, strict=True):
+        # All are read into arrays of the first rank's dtype, which would round those of a wider one.
+        if runs[0].dtype != dtype:
+            why = f"its flat weights are {runs[0].dtype}, and those of {files[0].name} are {dtype}."
+            raise damaged(file, why)
         num_stored = sum(run.shape[0] for run in runs)
         if num_stored < num_needed:
             why = f"it holds {num_stored} numbers; a piece of every parameter is {num_needed} in {num_ranks} ranks."
@@ -318,6 +323,9 @@ def _frozen(files: Sequence[Path], states: Sequence[Mapping[str, Unpickled]]) ->
             piece = _dict(state.get("frozen_param_fragments")).get(name)
             if not _is_flat(piece):
                 raise damaged(file, f"it has no piece of the frozen parameter {printable(name)}.")
+            if pieces and piece.dtype != pieces[0].dtype:
+                first = f"that of {files[0].name} is {pieces[0].dtype}"
+                raise damaged(file, f"its piece of {printable(name)} is {piece.dtype}, and {first}.")
             pieces.append(piece)
         if sum(piece.shape[0] for piece in pieces) < math.prod(shape):
             raise damaged(files[0], f"the pieces of {printable(name)} have fewer numbers than its shape {shape}.")
