@@ -180,6 +180,9 @@ class PackedCheckpoint(Opened):
             count = self.pieces.num_missing(self._numbers[name], leaf.shape)
             if count:
                 yield Change(name, FOLDER, f"{count} of {math.prod(leaf.shape)} elements are missing from the files.")
+            elif self.pieces.has_overlap(self._numbers[name]):
+                # The sizes add up, so as many elements are missing as are stored twice.
+                yield Change(name, FOLDER, "some elements are in the files twice, and others are missing.")
 
     def leaves_in(self, file: str, start: int, stop: int) -> list[str]:
         """Returns the leaves that share a range of a file's bytes."""

@@ -32,6 +32,7 @@ from jshard.checkpoint.formats.source import (
 from jshard.checkpoint.formats.torch_archive import Archive
 from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, Record, Unpickled, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
+from jshard.checkpoint.packed.layout import has_overlap
 
 METADATA = ".metadata"
 
@@ -164,11 +165,11 @@ class _Tensor:
     def _check_cover(self, starts: np.ndarray, stops: np.ndarray, size: int) -> None:
         """Checks that every number of a box is in exactly one chunk."""
         num_covered = int((stops - starts).prod(axis=1).sum())
-        has_overlap = _has_overlap(starts, stops)
-        if num_covered == size and not has_overlap:
+        is_overlapping = has_overlap(starts, stops)
+        if num_covered == size and not is_overlapping:
             return
         why = f"{self._name}: of the {size} requested numbers, the chunks hold {num_covered}"
-        if has_overlap:
+        if is_overlapping:
             why += ", some twice."
         raise damaged(self._path / METADATA, why)
 
@@ -176,15 +177,6 @@ class _Tensor:
 def _slices(start: np.ndarray, stop: np.ndarray, origin: np.ndarray) -> Box:
     """Returns a box of a tensor as slices of an array that starts at `origin` in it."""
     return tuple(slice(first, last) for first, last in zip(start - origin, stop - origin, strict=True))
-
-
-def _has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
-    """Returns whether any two boxes have a number in common."""
-    for i in range(len(starts) - 1):
-        is_common = (starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])
-        if is_common.all(axis=1).any():
-            return True
-    return False
 
 
 @dataclasses.dataclass(frozen=True)

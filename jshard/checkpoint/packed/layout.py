@@ -415,3 +415,28 @@ def limits(index: Sequence[slice], shape: Sequence[int]) -> Limits:
 def size_of(box: Limits) -> int:
     """Returns the number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
+
+
+def has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
+    """Returns whether any two boxes have an element in common; the limits have a row for each box.
+
+    Whoever adds up the sizes of boxes to see whether they fill another has to ask this, too: in a sum, a gap and an
+    overlap of equal size cancel each other.
+    """
+    num_boxes, ndim = starts.shape
+    if not ndim:
+        return num_boxes > 1
+    # Along the dim in which most boxes start elsewhere, a box can only overlap those that start before it ends. So the
+    # usual cut, along one dim, needs no comparison of all pairs.
+    num_starts = [len(np.unique(starts[:, dim])) for dim in range(ndim)]
+    sweep_dim = int(np.argmax(num_starts))
+    order = np.argsort(starts[:, sweep_dim], kind="stable")
+    starts = starts[order]
+    stops = stops[order]
+    ends = np.searchsorted(starts[:, sweep_dim], stops[:, sweep_dim], "left").tolist()
+    for number, end in enumerate(ends):
+        others = slice(number + 1, end)
+        is_common = (starts[number] < stops[others]) & (starts[others] < stops[number])
+        if is_common.all(axis=1).any():
+            return True
+    return False

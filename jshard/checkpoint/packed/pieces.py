@@ -18,7 +18,7 @@ import numpy as np
 from jshard.checkpoint.packed.file_io import FileSource
 from jshard.checkpoint.packed.file_reads import READ_BYTES, Range, Read, changed, reads
 from jshard.checkpoint.packed.host_memory import MappedBoxes, Slab
-from jshard.checkpoint.packed.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
+from jshard.checkpoint.packed.layout import TAIL_BYTES, FileIndex, Limits, has_overlap, parse_index, parse_tail, size_of
 
 _MOST_INDEX_BYTES = 1 << 30  # checksums of 32 TiB, or 20 million pieces
 _GUESSED_INDEX_BYTES = 64 << 10  # most indexes are shorter, and come with the first read
@@ -219,6 +219,11 @@ class Pieces:
         counts = np.prod(pieces.stops - pieces.starts, axis=1)
         return math.prod(shape) - int(counts.sum())
 
+    def has_overlap(self, leaf: int) -> bool:
+        """Returns whether two pieces of a leaf have an element in common."""
+        pieces = self.of(leaf)
+        return has_overlap(pieces.starts, pieces.stops)
+
     def touched(self, leaf: int, boxes: Collection[Limits], shape: tuple[int, ...], itemsize: int) -> int:
         """Returns the number of elements read for some boxes of a leaf."""
         parts = _parts(tuple(boxes), self.of(leaf).cut, shape, itemsize)
@@ -389,7 +394,10 @@ def _overlaps_by_piece(
     for number, box in enumerate(boxes):
         # What is beyond the leaf is padding, which no piece has.
         num_missing = _size_inside(box, shape)
-        for piece in _near(box, starts, stops):
+        near = _near(box, starts, stops)
+        if _overlap_within(box, starts[near], stops[near]):
+            raise ValueError(f"elements of a leaf of shape {shape} are in the files twice")
+        for piece in near:
             common = _common(pieces[piece], box)
             assert common is not None
             overlaps.setdefault(piece, []).append(_Overlap(number, common))
@@ -403,6 +411,17 @@ def _size_inside(box: Limits, shape: tuple[int, ...]) -> int:
     """Returns the number of elements of a box that are inside of the leaf."""
     sizes = (max(0, min(stop, size) - start) for (start, stop), size in zip(box, shape, strict=True))
     return math.prod(sizes)
+
+
+def _overlap_within(box: Limits, starts: np.ndarray, stops: np.ndarray) -> bool:
+    """Returns whether some pieces, each of which overlaps a box, have an element of it in common.
+
+    Only inside of the box: a restore refuses what it would read wrongly, as it does for missing elements.
+    """
+    if len(starts) < 2:
+        return False
+    limits = np.array(box, np.int64).reshape(-1, 2)
+    return has_overlap(np.maximum(starts, limits[:, 0]), np.minimum(stops, limits[:, 1]))
 
 
 def _near(box: Limits, starts: np.ndarray, stops: np.ndarray) -> list[int]:
