@@ -7,13 +7,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from jshard._compat.source_lines import warn_user
 from jshard._processes import all_or_none, is_primary
 from jshard._text import counted, human_bytes
 from jshard._types import Json, PyTree
@@ -282,7 +282,7 @@ class RestoreOperation:
                 "leaves have values too large for their dtypes in `like`",
                 finished.overflows,
             )
-            warnings.warn(f"{path} is restored; {note}", CheckpointWarning, stacklevel=3)
+            warn_user(f"{path} is restored; {note}", CheckpointWarning)
         if not isinstance(self.opened, PackedCheckpoint):  # packed checkpoints keep only the data they still need
             give_memory_back()
         self.record["processes"] = [reply["report"] for reply in replies]
@@ -376,8 +376,7 @@ class RestoreOperation:
         """Warns once, with everything that may be unexpected."""
         notes = [*self._notes_on_leaves(), *self._notes_on_reading(verify)]
         if notes and is_primary():  # the others have the same
-            message = f"{self.opened.path} is restored; " + "\n".join(notes)
-            warnings.warn(message, CheckpointWarning, stacklevel=6)  # the line that calls `restore`
+            warn_user(f"{self.opened.path} is restored; " + "\n".join(notes), CheckpointWarning)
 
     def _notes_on_leaves(self) -> list[str]:
         """Returns notes on leaves that are not restored as they are stored, or not at all."""
