@@ -80,7 +80,7 @@ class Piece:
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the box."""
-        return tuple(stop - start for start, stop in self.box)
+        return shape_of(self.box)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -133,11 +133,18 @@ class FileLayout:
     @functools.cached_property
     def columns(self) -> bytes:
         """The index without the checksums."""
-        all_limits = [limit for piece in self.pieces for limit in piece.box]
+        leaves: list[int] = []
+        num_dims: list[int] = []
+        all_limits: list[tuple[int, int]] = []
+        for piece in self.pieces:
+            leaves.append(piece.leaf)
+            num_dims.append(len(piece.box))
+            all_limits += piece.box
+        # Of scalars alone there are no limits, and an empty list has no second dim.
         limits_array = np.array(all_limits, "<i8").reshape(-1, 2)
         columns = (
-            np.array([piece.leaf for piece in self.pieces], "<u4"),
-            np.array([len(piece.box) for piece in self.pieces], "<u4"),
+            np.array(leaves, "<u4"),
+            np.array(num_dims, "<u4"),
             np.array(self.offsets, "<i8"),
             limits_array[:, 0],
             limits_array[:, 1],
@@ -154,7 +161,7 @@ class FileLayout:
         tail = _Tail(
             _MAGIC,
             num_pieces=len(self.pieces),
-            num_limits=sum(len(piece.box) for piece in self.pieces),
+            num_limits=_num_limits(self.pieces),
             num_sums=len(sums),
             block_bytes=BLOCK_BYTES,
             index_begin=self.index_begin,
@@ -205,6 +212,11 @@ def lay_out_files(pieces: Iterable[Piece], *, most_bytes: int = FILE_BYTES) -> l
     return [_lay_out_file(file_pieces) for file_pieces in files]
 
 
+def _num_limits(pieces: Sequence[Piece]) -> int:
+    """Returns the number of limits of all boxes: an index has one for each dim of each piece."""
+    return sum(len(piece.box) for piece in pieces)
+
+
 class _HeaderEntry(NamedTuple):
     """An entry of a safetensors header; positions are those after the header."""
 
@@ -220,8 +232,8 @@ def _lay_out_file(pieces: Sequence[Piece]) -> FileLayout:
     pieces.sort(key=lambda piece: piece.nbytes < _LARGE_BYTES)  # large ones first, otherwise in the order given
     entries, starts, data_bytes = _data_entries(pieces)
 
-    num_limits = sum(len(piece.box) for piece in pieces)
-    columns_bytes = 16 * len(pieces) + 16 * num_limits
+    # See `_COLUMN_DTYPES`: of a piece the leaf, the number of dims and the offset, of a limit start and stop.
+    columns_bytes = 16 * len(pieces) + 16 * _num_limits(pieces)
     # The header's entry for the index contains the number of checksums, and these cover the header: the length of the
     # header is computed first, with room for the digits.
     begin_of_header = _header_without_index(entries)
@@ -400,6 +412,7 @@ def up(value: int, multiple: int) -> int:
 def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, Limits]:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the box of an array that each device holds."""
     indices = sharding.devices_indices_map(tuple(shape))
+    # JAX has no index for an array of no dims.
     return {device: limits(index or (), shape) for device, index in indices.items()}
 
 
@@ -412,9 +425,24 @@ def limits(index: Sequence[slice], shape: Sequence[int]) -> Limits:
     return tuple(box)
 
 
+def whole_box(shape: Sequence[int]) -> Limits:
+    """Returns the box that covers an array of this shape."""
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(box: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Returns the shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def slices_of(box: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
+    """Returns a box as an index of the array."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 def size_of(box: Limits) -> int:
     """Returns the number of elements of a box."""
-    return math.prod(stop - start for start, stop in box)
+    return math.prod(shape_of(box))
 
 
 def has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
