@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax.numpy as jnp
@@ -126,6 +126,11 @@ def is_in(root: str, path: str) -> bool:
     if root == "":
         return True
     return f"{path}/".startswith(f"{root}/")
+
+
+def first_keys(paths: Iterable[str]) -> set[str]:
+    """Returns the first keys of some paths: the names of the parts of a state."""
+    return {path.partition("/")[0] for path in paths}
 
 
 def renamed(path: str, rename: Mapping[str, str]) -> str:

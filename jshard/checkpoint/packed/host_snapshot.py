@@ -14,7 +14,7 @@ import numpy as np
 
 from jshard._types import PyTree
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.manifest import Manifest, StoredLeaf, Value
+from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.packed.file_io import Parts
 from jshard.checkpoint.packed.layout import FILE_BYTES, Limits, device_boxes, whole_box
 from jshard.checkpoint.packed.write_assignment import LeafToWrite, plan_writes
@@ -115,10 +115,8 @@ class Packing:
 
     def __init__(self, state: PyTree, *, step: int) -> None:
         leaves = storable(_leaves.flatten(state))
-        shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-        stored = {key: _manifest.describe(leaf, shapes.get(key)) for key, leaf in leaves.items()}
-        values = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Value)}
-        self._manifest = Manifest(leaves=stored, step=step, values=values)
+        stored = _manifest.describe_all(leaves, _leaves.by_text(_leaves.logical_shapes(state)))
+        self._manifest = Manifest(leaves=stored, step=step, values=_manifest.python_values(leaves))
         self._snapshot = HostSnapshot(leaves, stored, most_bytes=_ONE_FILE_BYTES)
 
     def finish(self) -> list[memoryview]:
