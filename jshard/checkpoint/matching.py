@@ -101,7 +101,10 @@ def match(
             problems.append(Problem(depth.stack, f"stored {depth.stored_count} layers  wanted {depth.count}"))
     roots = {renamed(name, rename) for name in names}
     skipped = _stored_paths(picks) | set(ignored)
-    extra = [path for path in stored if path not in skipped and _is_below_any(roots, path)]
+    extra: list[str] = []
+    for path in stored:
+        if path not in skipped and _is_below_any(roots, path):
+            extra.append(path)
     return Match(
         picks=picks,
         missing=tuple(missing),
@@ -113,7 +116,10 @@ def match(
 
 
 def _stored_paths(picks: Mapping[str, Pick]) -> set[str]:
-    return {path for pick in picks.values() for path in pick.stored}
+    paths: set[str] = set()
+    for pick in picks.values():
+        paths.update(pick.stored)
+    return paths
 
 
 def _is_below_any(roots: Collection[str], path: str) -> bool:

@@ -103,10 +103,11 @@ def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
         if step > 1:
             room = row_size  # several rows fit, and so the dims after this one are not cut
     # An array without elements has one chunk, without elements.
-    starts = [range(0, max(size, 1), step) for size, step in zip(shape, steps, strict=True)]
-    for corner in itertools.product(*starts):
-        dims = zip(corner, steps, shape, strict=True)
-        yield tuple(slice(start, min(start + step, size)) for start, step, size in dims)
+    parts_by_dim: list[list[slice]] = []
+    for size, step in zip(shape, steps, strict=True):
+        starts = range(0, max(size, 1), step)
+        parts_by_dim.append([slice(start, min(start + step, size)) for start in starts])
+    yield from itertools.product(*parts_by_dim)
 
 
 def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_StoredItem]) -> PickledObject:

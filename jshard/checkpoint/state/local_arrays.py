@@ -55,7 +55,7 @@ def local_copies(leaves: Mapping[str, object]) -> dict[str, CopyFacts]:
 
 def check_equal(copies_by_process: Sequence[Mapping[str, CopyFacts]]) -> None:
     """Raises `CheckpointError` unless `local_copies` is the same on every process."""
-    all_paths = {path for copies in copies_by_process for path in copies}
+    all_paths = set().union(*copies_by_process)  # one that only some processes have differs, too
     first_copies = copies_by_process[0]
     bad = []
     for path in sorted(all_paths):
