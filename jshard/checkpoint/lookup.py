@@ -102,6 +102,7 @@ def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
     """Makes the error for a checkpoint of a series that cannot be read; `steps` are the existing ones."""
     other_steps = [step for step in reversed(steps) if str(step) != path.name]
     if other_steps:
+        # That name is no number, so the series passes it over.
         do = f"mv {path} {path}.damaged\nand try again: step {other_steps[0]} is then the newest."
     else:
         do = "start the run again, in another folder."

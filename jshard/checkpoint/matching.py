@@ -87,6 +87,7 @@ def match(
         if pick is None:
             missing.append(path)
             continue
+        # Also of a leaf that turns out not to fit: it is reported once, and its stored leaf is not extra besides.
         picks[path] = pick
         comparison = _compare_picked(pick, stored, target)
         if comparison.problem is not None:

@@ -51,6 +51,7 @@ class Opened:
 
     def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
         """Returns the number of elements read for some boxes of an array; whole chunks are read for each box."""
+        # Without known chunks a leaf is taken as one: the forecast then says too much rather than too little.
         chunk = leaf.chunk or leaf.shape
         count = 0
         for box in boxes:

@@ -172,6 +172,7 @@ class PackedCheckpoint(Opened):
             place = f"{FOLDER}/{file.name}"
             for start, stop in file.changed(on_read):
                 why = f"bytes {start} to {stop} differ from the saved ones."
+                # Padding, and a header, belong to no leaf; a change there is one of the file.
                 leaves: list[str | None] = [*self.leaves_in(file.name, start, stop)]
                 for leaf in leaves or [None]:
                     yield Change(leaf, place, why)

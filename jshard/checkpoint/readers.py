@@ -303,6 +303,7 @@ def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | Or
         if verify or isinstance(path, BucketPath) or is_packed(path):
             raise
         manifest = None
+    # A manifest without packed files is one of a checkpoint whose arrays Orbax wrote.
     if manifest is not None and manifest.packed:
         return PackedCheckpoint(path, manifest, packed_source(path), verify=verify)
     if isinstance(path, BucketPath):

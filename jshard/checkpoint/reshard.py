@@ -47,6 +47,7 @@ def reshard(
 
 def import_leaves(source: Opened, out: Path, mesh: Mesh, *, on_written: OnWritten = lambda num_bytes: None) -> Manifest:
     """Writes a source as a jshard checkpoint; arguments, memory and errors are those of `reshard`."""
+    # The source does not say when it was saved.
     origin = Manifest(leaves={}, saved_at=time.time())
     return _RewriteOperation(source, out, mesh, {}, origin=origin, on_written=on_written).run()
 
@@ -73,6 +74,7 @@ def _saved_axes(leaf: StoredLeaf) -> list[tuple[str, ...]]:
         return []
     axes_by_dim: list[tuple[str, ...]] = []
     for dim in leaf.spec.split(", "):
+        # A dim that is not sharded, as `spec_text` writes it.
         axes_by_dim.append(() if dim == "-" else tuple(dim.split("*")))
     return axes_by_dim
 

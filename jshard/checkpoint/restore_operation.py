@@ -281,6 +281,7 @@ class RestoreOperation:
         path = self.opened.path
         result = self._read_or_error(verify, timeout_s)
         message = {"sums": result.sums, "report": self.phases.report(num_bytes=result.num_bytes)}
+        # All or none: a process that failed alone would leave the others waiting for it in their next collective.
         replies = all_or_none(f"read {path}", message, result.error, failed=self._failed, timeout_s=timeout_s)
         if result.sums and self.opened.manifest is not None:
             _check_sums(path, self.opened.manifest, [reply["sums"] for reply in replies])

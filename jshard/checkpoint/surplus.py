@@ -73,6 +73,7 @@ def copies(opened: Opened, surplus: Collection[str], used: Collection[str]) -> d
     if len(surplus) > _MAX_COPIES:
         return {}
     candidates = {path: _possible_originals(path, used, opened.leaves) for path in surplus}
+    # One that cannot be a copy makes the restore fail, and no value has to be read for that.
     if not all(candidates.values()):
         return {}
     originals = {}

@@ -101,6 +101,7 @@ def _settings_in_objects(attributes: Mapping[str, Any]) -> dict[str, object]:
 def _reduced(proportions: Sequence[float]) -> Sequence[float]:
     """Returns proportions without a common divisor: 100 and 100 mix as 1 and 1."""
     integers = [int(proportion) for proportion in proportions]
+    # Fractions are compared as they are: they have no divisor.
     if integers != list(proportions):
         return list(proportions)
     divisor = math.gcd(*integers) or 1

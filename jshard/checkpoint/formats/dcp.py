@@ -59,6 +59,7 @@ _BYTES_CLASS = _ALLOWED[METADATA_MODULE, "BytesStorageMetadata"]
 
 def is_dcp_folder(path: Path) -> bool:
     """Returns whether a path is the folder of such a checkpoint."""
+    # PyTorch writes it last, and renames it: a folder without it is an unfinished save.
     return (path / METADATA).is_file()
 
 
@@ -82,6 +83,7 @@ class DcpSource:
             elif isinstance(record, _BYTES_CLASS):
                 values.append(name)
                 items.add(_Item(name, None))
+        # Before anything is offered: what only one of the two tables names would be dropped without a word.
         _check_items(self.path / METADATA, metadata, items)
         self.leaves: Mapping[str, StoredLeaf] = leaves_of(self._tensors)
         self.values = {name: places[_Item(name, None)] for name in values}
@@ -160,6 +162,7 @@ class _Tensor:
 
     def _region(self, chunk: int) -> FileRegion:
         # Without a lock: several threads may read the same archive, with the same result.
+        # An archive has a pickle of its own, which is read when its chunk is needed: a process needs few of thousands.
         if chunk in self._regions:
             return self._regions[chunk]
         place = self._places[chunk]
@@ -241,6 +244,7 @@ def _places(path: Path, stored: Mapping[object, object]) -> _Places:
                 raise damaged(file, f"a file that it names is missing: {data_file.name}")
             sizes[location.relative] = data_file.stat().st_size
         size = sizes[location.relative]
+        # Before anything is mapped: beyond the end of a file, a mapping ends the program with SIGBUS.
         if location.offset + location.length > size:
             has_bytes = f"{location.item.name} has {location.length} bytes from {location.offset}"
             raise damaged(data_file, f"it ends at byte {size}; {has_bytes}.")
@@ -261,6 +265,7 @@ def _location(file: Path, index: Record, info: Record) -> _Location:
     """Returns the location of an item, whose file need not exist."""
     name = index.get("fqn")
     transforms = info.get("transform_descriptors")
+    # Such as compression: the bytes in the file are then not those of a plain archive.
     if transforms:
         raise CheckpointError(
             "The checkpoint was written with extensions that cannot be read.",
@@ -279,6 +284,7 @@ def _location(file: Path, index: Record, info: Record) -> _Location:
 
 def _check_items(file: Path, metadata: _Metadata, items: Collection[_Item]) -> None:
     """Raises `RunError` unless every item has a location and every location an item: otherwise data would be lost."""
+    # A record of a later version is refused by name: left out, its values would be missing in the restored state.
     known = (_TENSOR_CLASS, _BYTES_CLASS)
     unknown = []
     for name, record in metadata.records.items():

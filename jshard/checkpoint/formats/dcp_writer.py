@@ -54,6 +54,7 @@ def write_dcp(
         with open_new(data) as stream:
             items = _write_items(stream, source, values, on_written)
         with open_new(metadata) as stream:
+            # The protocol in which PyTorch writes it.
             stream.write(pickled(_description(folder, source.leaves, items), protocol=4))
     return [folder / _FILE, folder / METADATA]
 
@@ -76,6 +77,7 @@ def _write_items(
     stream: BinaryIO, source: ArraySource, values: Mapping[str, object], on_written: Callable[[int], object]
 ) -> list[_StoredItem]:
     items = []
+    # An item is an archive of its own, as PyTorch writes it: a reader seeks to its offset, and sees nothing else.
     for name, value in values.items():
         offset = stream.tell()
         length = write_archive(stream, value, ())

@@ -300,6 +300,7 @@ def _joined(path: str, stored: Stored, arrays: Sequence[_OrderedArray]) -> tuple
     """Returns the ranges of arrays that follow each other along a dim of the leaf."""
     # Only the joined dim may differ: its size is set to 0 in all, and the rest compared.
     rests = {(_resized(array.shape, stored, 0), array.dtype) for array in arrays}
+    # Arrays of no dims have none to be joined along.
     if len(rests) != 1 or arrays[0].shape == ():
         why = f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal."
         raise _misfit(path, arrays, why)
@@ -329,6 +330,7 @@ def _shape_with_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tupl
     """Returns the jshard shape for a stored shape, whose last dim may contain several parts."""
     if stored.parts == 1:
         return shape
+    # A remainder would shift the begin of every part after the first.
     if not shape or shape[-1] % stored.parts:
         raise CheckpointError(
             f"The stored array of {path} does not have {stored.parts} parts.",

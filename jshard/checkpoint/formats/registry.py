@@ -107,6 +107,7 @@ def register_format(
             why=f"registered formats: {', '.join(names)}.",
             do=do,
         )
+    # Both are wrapped: code of a user may raise anything, and an error without the name of the format helps nobody.
     REGISTERED[name] = CheckpointFormat(
         name=name,
         detect=functools.partial(_detects, name, detect),
@@ -122,6 +123,7 @@ def foreign_source(path: str | Path) -> FormatSource | None:
     """
     path = expanded(path)
     registered = _registered_format(path)
+    # First those of users: one may read a dialect of a format below.
     if registered is not None:
         return registered.open(path)
     for built_in in BUILT_IN:

@@ -121,6 +121,7 @@ def _files_without_index(path: Path) -> list[Path]:
     """Returns the files to read where no index names them."""
     if path.is_file():
         return [path]
+    # Sorted, as the order of names in a folder is up to the file system.
     files = sorted(path.glob("*" + SUFFIX))
     if not files:
         raise CheckpointError(
@@ -258,6 +259,7 @@ def _all_regions(files: Iterable[Path]) -> dict[str, FileRegion]:
         if _may_hold_parts(file, header.metadata):
             raise _in_parts(file, "its metadata marks its arrays as one process's parts.")
         for name, region in _regions(file, header).items():
+            # The last one must not win: of an array in parts it would be one part, taken for the whole.
             if name in regions:
                 raise _in_parts(file, f"{printable(name)} is in {regions[name].path.name} too.")
             regions[name] = region

@@ -150,6 +150,7 @@ class FileRegion(NamedTuple):
     @property
     def span_bytes(self) -> int:
         """Bytes from the first element to the end of the last."""
+        # Without elements there is no last one, and the sum below could be negative.
         if 0 in self.shape:
             return 0
         last_offset = 0
@@ -195,6 +196,7 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
 
 def existing(path: str | Path, kind: str) -> Path:
     """Returns the local path of another library's checkpoint; raises `CheckpointError` if it does not exist."""
+    # Other libraries' files are mapped, so they must be on this machine: an address in a bucket is an error.
     path = local_path(path)
     if not path.exists():
         raise CheckpointError(
@@ -217,6 +219,7 @@ def check_export(
     kind: str, files: Iterable[Path], source: ArraySource, names: Sequence[str], known: Collection[np.dtype]
 ) -> None:
     """Raises `CheckpointError` if files already exist, or these names or dtypes cannot be written."""
+    # Before the first byte is written: nothing is left of an export that cannot succeed.
     existing_files = [str(file) for file in files if file.exists()]
     if existing_files:
         raise CheckpointError(
@@ -264,6 +267,7 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
             flush(draft)
         for draft, name in zip(drafts, names, strict=True):
             draft.rename(folder / name)
+        # The new names are entries of the folder, which is written to the disk apart from the files.
         flush(folder)
     except OSError as error:
         why = reason(error)

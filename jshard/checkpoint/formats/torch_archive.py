@@ -178,6 +178,7 @@ class Archive(NamedTuple):
         self._check_members(members)
         # Without this file, as in archives of earlier versions of PyTorch, they are taken as little-endian.
         order = members.get("byteorder")
+        # The size first: the member may state, and unpack to, gigabytes.
         if order is not None and (order.file_size > 64 or archive.read(order).strip() != b"little"):
             raise damaged(self.path, f"the archive at byte {self.offset} is not little-endian.")
 
@@ -200,6 +201,7 @@ class Archive(NamedTuple):
             return load(file.read(), allowed, self.path, storage=storage)
 
     def _check_members(self, members: dict[str, zipfile.ZipInfo]) -> None:
+        # The pickle is read into memory whole, so its stated size is compared before.
         if "data.pkl" not in members or members["data.pkl"].file_size > MOST_PICKLE_BYTES:
             raise damaged(self.path, f"the archive at byte {self.offset} has no pickle, or one that is too large.")
         for member in members.values():
@@ -270,6 +272,7 @@ def _region(storage: object, offset: Unpickled, size: object, stride: object, dt
     size = _dims(size)
     stride = _dims(stride)
     is_offset = type(offset) is int and 0 <= offset < 1 << 62
+    # A negative offset would lead to bytes before the tensor, which are of another.
     if len(size) != len(stride) or not is_offset:
         raise ValueError(f"a tensor of size {size}, stride {stride} at {short(offset)}")
     itemsize = DTYPES[dtype].itemsize

@@ -44,6 +44,7 @@ _LATEST = "latest"  # names the folder of the newest step
 _LATEST_BYTES = 4096  # a larger file is another program's
 _STAGE = 3
 _ALLOWED = {
+    # What the files name beside tensors: the stage, and the scale of the losses.
     **records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     **records("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
 }
@@ -97,6 +98,7 @@ class ZeroSource:
         self.values: Mapping[str, ReadableValue] = {}
         files = _RankFiles.in_folder(self.path)
         states = [_loaded(file) for file in files.model]
+        # Of the first rank alone: `_check_alike` compares the lists of the others with it.
         shapes = _trained_shapes(files.model[0], states[0])
         _check_alike(files.model, states, shapes)
         weights = [_flat_weights(file) for file in files.optim]
@@ -139,6 +141,7 @@ class _FlatTensor:
 
     def _numbers(self, first: int, last: int) -> np.ndarray:
         """Reads a range of the numbers of the row-major tensor."""
+        # All of it is written below: `_trained` and `_frozen` have counted the numbers of the pieces.
         values = np.empty(last - first, self.leaf.dtype)
         for run, end in zip(self._runs, self._ends, strict=True):
             start = end - math.prod(run.shape)
@@ -209,6 +212,7 @@ def _flat_weights(file: Path) -> list[FileRegion]:
     stage = state.get("zero_stage")
     if isinstance(stage, Record) and stage.args:  # a member of an enum
         stage = stage.args[0]
+    # The pieces are put together as stage 3 cuts them, see the top of this file.
     if stage != _STAGE:
         raise _refused(file, f"it is from ZeRO stage {short(stage)}.")
     groups = state.get("fp32_flat_groups")
@@ -327,6 +331,7 @@ def _frozen(files: Sequence[Path], states: Sequence[Mapping[str, Unpickled]]) ->
                 first = f"that of {files[0].name} is {pieces[0].dtype}"
                 raise damaged(file, f"its piece of {printable(name)} is {piece.dtype}, and {first}.")
             pieces.append(piece)
+        # More are padding. With fewer, the end of the tensor would be memory that nobody wrote.
         if sum(piece.shape[0] for piece in pieces) < math.prod(shape):
             raise damaged(files[0], f"the pieces of {printable(name)} have fewer numbers than its shape {shape}.")
         yield name, _FlatTensor(shape, pieces)

@@ -48,6 +48,7 @@ class PackedFile:
         guess = min(size, _GUESSED_INDEX_BYTES)
         end_of_file = bytearray(guess)
         source.read(name, size - guess, [memoryview(end_of_file)])
+        # The tail is the one place at a fixed distance from the end, and says where the index begins.
         length = parse_tail(bytes(end_of_file[-TAIL_BYTES:]), size)
         if length > _MOST_INDEX_BYTES:
             raise ValueError(f"its index would have {length} bytes")
@@ -66,6 +67,7 @@ class PackedFile:
 
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[int, int]]:
         """Reads the whole file except its index; yields the ranges of changed blocks."""
+        # One buffer for all reads: the first touch of fresh memory takes longer than the read.
         buffer = memoryview(bytearray(READ_BYTES))
         num_bytes = self.index.index_begin
         for start in range(0, num_bytes, READ_BYTES):
@@ -238,6 +240,7 @@ class Pieces:
         """Returns the pieces of a leaf."""
         pieces = self._leaf_order.of(leaf)
         columns = self._columns
+        # "right", as a piece whose number is the end of one file is the first of the next.
         files = np.searchsorted(self._file_ends, pieces, "right")
         offsets = columns.offsets[pieces]
         if not len(pieces):
@@ -259,6 +262,7 @@ class Pieces:
         pieces = self.of(leaf)
         if not len(pieces.starts):
             return math.prod(shape)
+        # What is stored twice is counted twice: see `has_overlap`.
         counts = np.prod(pieces.stops - pieces.starts, axis=1)
         return math.prod(shape) - int(counts.sum())
 

@@ -242,6 +242,7 @@ def _cut(box: Limits, num_parts: int) -> list[Limits]:
     num_parts = min(num_parts, size)
     parts = []
     for number in range(num_parts):
+        # The last part ends where the box does: rounding leaves no row out, and takes none twice.
         part_start = start + size * number // num_parts
         part_stop = start + size * (number + 1) // num_parts
         parts.append((*box[:dim], (part_start, part_stop), *box[dim + 1 :]))

@@ -166,6 +166,7 @@ def abstract(leaves: Mapping[Path, object]) -> dict[Path, object]:
 def _abstract_leaf(leaf: object, replicated: NamedSharding | None) -> object:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
+    # An abstract array may have no sharding, but a read needs one.
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if replicated is not None and not isinstance(sharding, NamedSharding):
         sharding = replicated

@@ -275,6 +275,7 @@ def _raw_value(variable: object) -> object:
 
 def unflatten_like(like: PyTree, leaves: Mapping[Path, object]) -> PyTree:
     """Inverts `flatten`: returns new objects of the types in `like`, with other leaves."""
+    # By the names in paths, as parts of a state were read; the keys of `like` may be numbers.
     filled = {name: _filled_part(value, name, leaves) for name, value in parts_of(like)}
     if _is_dict(like):
         return {key: filled[(name,)] for key, name in names_by_key(like).items()}

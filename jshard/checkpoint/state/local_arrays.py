@@ -34,6 +34,7 @@ def as_replicas(leaf: jax.Array) -> jax.Array:
     """Returns the copies of all processes as replicas of one array, without communication."""
     devices = first_devices()
     mesh = Mesh(np.array([devices[process] for process in sorted(devices)]), "process")
+    # A replica must be on the device that the mesh has of this process, and the copy may be on another one.
     copy = jax.device_put(leaf, devices[jax.process_index()])
     return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, PartitionSpec()), [copy])
 
