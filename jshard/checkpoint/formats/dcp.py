@@ -83,7 +83,7 @@ class DcpSource:
             elif isinstance(record, _BYTES_CLASS):
                 values.append(name)
                 items.add(_Item(name, None))
-        # Before anything is offered: what only one of the two tables names would be dropped without a word.
+        # Before anything is offered: what only one of the two tables names would be dropped without an error.
         _check_items(self.path / METADATA, metadata, items)
         self.leaves: Mapping[str, StoredLeaf] = leaves_of(self._tensors)
         self.values = {name: places[_Item(name, None)] for name in values}
@@ -127,7 +127,7 @@ class _Tensor:
             self._places.append(places[item])
             starts.append(chunk.start)
             sizes.append(chunk.size)
-        # By chunk and dim, also for a tensor without chunks or without dims, of which numpy could not tell the shape.
+        # By chunk and dim, also for a tensor without chunks or without dims, for which numpy could not infer the shape.
         rows = (len(chunks), len(leaf.shape))
         self._start_rows = np.array(starts, np.int64).reshape(rows)
         self._stop_rows = self._start_rows + np.array(sizes, np.int64).reshape(rows)

@@ -107,7 +107,7 @@ def register_format(
             why=f"registered formats: {', '.join(names)}.",
             do=do,
         )
-    # Both are wrapped: code of a user may raise anything, and an error without the name of the format helps nobody.
+    # Both are wrapped: code of a user may raise anything, and its error would not name the format.
     REGISTERED[name] = CheckpointFormat(
         name=name,
         detect=functools.partial(_detects, name, detect),

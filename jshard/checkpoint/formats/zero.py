@@ -331,7 +331,7 @@ def _frozen(files: Sequence[Path], states: Sequence[Mapping[str, Unpickled]]) ->
                 first = f"that of {files[0].name} is {pieces[0].dtype}"
                 raise damaged(file, f"its piece of {printable(name)} is {piece.dtype}, and {first}.")
             pieces.append(piece)
-        # More are padding. With fewer, the end of the tensor would be memory that nobody wrote.
+        # More are padding. With fewer, the end of the tensor would be memory without values.
         if sum(piece.shape[0] for piece in pieces) < math.prod(shape):
             raise damaged(files[0], f"the pieces of {printable(name)} have fewer numbers than its shape {shape}.")
         yield name, _FlatTensor(shape, pieces)

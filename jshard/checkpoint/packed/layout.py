@@ -336,7 +336,7 @@ def parse_tail(tail: bytes, num_bytes: int) -> int:
     # The index is not read yet, so its checksum cannot show that the tail is damaged: the fields must fit the size.
     size = sum(fields.column_sizes) + TAIL_BYTES
     is_ours = fields.magic == _MAGIC and fields.block_bytes == BLOCK_BYTES
-    # A file that was cut off, or goes on after its tail, is not the one that was written.
+    # A truncated file, or one that continues after its tail, is not as it was written.
     is_of_this_size = fields.index_begin + size == num_bytes and fields.num_sums == num_blocks(fields.index_begin)
     if not is_ours or not is_of_this_size:
         raise ValueError("its index is damaged")
