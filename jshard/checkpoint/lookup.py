@@ -231,7 +231,7 @@ def _among_runs(runs: Sequence[Path]) -> _Nearby:
 
 
 def _list(steps: Sequence[int], shown: int = 5) -> str:
-    texts = list(map(str, steps[-shown:]))
+    texts = [str(step) for step in steps[-shown:]]
     if len(steps) > shown:
         texts.insert(0, "...")
     return ", ".join(texts)

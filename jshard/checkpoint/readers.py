@@ -332,7 +332,7 @@ def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
     name_of: dict[str, str] = {}
     for name in names:
         keys = name.replace("/", ".").split(".")
-        place = _escaped(map(_leaves.unescape, keys))
+        place = _escaped(_leaves.unescape(key) for key in keys)
         if _manifest.is_too_deep(place):
             raise unreadable(path, f"a name has thousands of keys: {printable(name[:100])}")
         places[name] = place

@@ -507,7 +507,7 @@ def _roots(like: PyTree, only: str | None) -> list[str]:
     if only is not None:  # leaves outside it are not requested
         return [only]
     if isinstance(like, Mapping):
-        return list(map(str, like))
+        return [str(name) for name in like]
     return []
 
 

@@ -116,7 +116,7 @@ def _selection_of(selection: PipelineNode) -> dict[str, object]:
     try:
         for number in _PROBES:
             if number < len(selection):
-                picks.append(list(map(int, selection[number])))
+                picks.append([int(part) for part in selection[number]])
     except Exception:  # a rule of the user's; the run reports what it raises
         return {"selection": type(selection).__qualname__}
     return {"selection": text_digest(json.dumps(picks))}
