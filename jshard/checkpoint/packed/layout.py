@@ -463,9 +463,11 @@ def has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
     order = np.argsort(starts[:, sweep_dim], kind="stable")
     starts = starts[order]
     stops = stops[order]
-    ends = np.searchsorted(starts[:, sweep_dim], stops[:, sweep_dim], "left").tolist()
-    for number, end in enumerate(ends):
-        others = slice(number + 1, end)
+    ends = np.searchsorted(starts[:, sweep_dim], stops[:, sweep_dim], "left")
+    # Boxes of the usual cut have no others to be compared with, and of those there may be thousands.
+    with_others = np.flatnonzero(ends > np.arange(1, num_boxes + 1))
+    for number in with_others.tolist():
+        others = slice(number + 1, ends[number])
         is_common = (starts[number] < stops[others]) & (starts[others] < stops[number])
         if is_common.all(axis=1).any():
             return True
