@@ -14,7 +14,7 @@ import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.safetensors import check_index, read_index
-from jshard.checkpoint.formats.source import Box, FileRegion, damaged, existing, read_region, stored_array
+from jshard.checkpoint.formats.source import Box, FileRegion, damaged, existing, read_region, stored_arrays
 from jshard.checkpoint.formats.torch_archive import Archive
 from jshard.checkpoint.formats.torch_pickle import Unpickled
 from jshard.checkpoint.manifest import StoredLeaf
@@ -75,9 +75,7 @@ class TorchSource:
             check_index(file, index, self._regions)
         else:
             self._add(file)
-        self.leaves: Mapping[str, StoredLeaf] = {
-            name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
-        }
+        self.leaves: Mapping[str, StoredLeaf] = stored_arrays(self._regions)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Reads a box of a tensor, as a new array; thread-safe."""
