@@ -179,7 +179,7 @@ def _column(path: Path, tables: Iterable[ArrowTable], text_key: str) -> Iterator
     arrow_error = _pyarrow(path).ArrowException
     try:
         for table in tables:
-            names = [field.name for field in table.schema]
+            names = table.schema.names
             kinds = {field.name: str(field.type) for field in table.schema}
             if kinds.get(text_key) not in _STRINGS:
                 raise _no_text(str(path), text_key, kinds)
