@@ -443,10 +443,13 @@ def refuses_batches(path: Path, error: Exception) -> ModelFileError:
 def place_in(path: Path, error: BaseException) -> str:
     """Returns the innermost line of the model file that an error was raised through; the file if there is none."""
     resolved = str(path.resolve())
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == resolved]
-    if not lines:
+    innermost = None
+    for frame, line in traceback.walk_tb(error.__traceback__):  # from the outermost call inwards
+        if frame.f_code.co_filename == resolved:
+            innermost = line
+    if innermost is None:
         return str(path)
-    return f"{path}, line {lines[-1]}"
+    return f"{path}, line {innermost}"
 
 
 def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
@@ -492,12 +495,16 @@ def _pick(module: types.ModuleType, path: Path) -> ModelFile:
     wrt = getattr(module, "wrt", nnx.Param)
     # Not a function like the others, and so not in `_OPTIONAL`; nor is `wrt`.
     hf_types = getattr(module, "hf_types", ())
-    problems = [*_wrong_kinds(module.RECIPES, functions, wrt), *_wrong_types(hf_types)]
-    if problems:
+    places = []
+    reasons = []
+    for name, why in [*_wrong_kinds(module.RECIPES, functions, wrt), *_wrong_types(hf_types)]:
+        places.append(f"{path}, {name}")
+        reasons.append(why)
+    if places:
         raise ModelFileError(
             "The model file defines names that cannot be used.",
-            where=[f"{path}, {name}" for name, _ in problems],
-            why="\n".join(why for _, why in problems),
+            where=places,
+            why="\n".join(reasons),
             do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
         )
     return ModelFile(path=path, recipes=module.RECIPES, hf_types=tuple(hf_types), wrt=_filter(wrt), **functions)
