@@ -49,7 +49,8 @@ class OccupancyReport(Printed):
         # A kernel that cannot run has a row without figures; the reasons are below the tables.
         refused: list[str] = []
         for kernel in self.kernels:
-            refused += [f"{kernel.label}: {why}" for why in refusals(self.gpu, kernel.block)]
+            for why in refusals(self.gpu, kernel.block):
+                refused.append(f"{kernel.label}: {why}")
         if refused:
             parts += [Text("\n".join(refused)), Text()]
         parts.append(Text(_LEGEND))

@@ -495,16 +495,12 @@ def _pick(module: types.ModuleType, path: Path) -> ModelFile:
     wrt = getattr(module, "wrt", nnx.Param)
     # Not a function like the others, and so not in `_OPTIONAL`; nor is `wrt`.
     hf_types = getattr(module, "hf_types", ())
-    places = []
-    reasons = []
-    for name, why in [*_wrong_kinds(module.RECIPES, functions, wrt), *_wrong_types(hf_types)]:
-        places.append(f"{path}, {name}")
-        reasons.append(why)
-    if places:
+    problems = [*_wrong_kinds(module.RECIPES, functions, wrt), *_wrong_types(hf_types)]
+    if problems:
         raise ModelFileError(
             "The model file defines names that cannot be used.",
-            where=places,
-            why="\n".join(reasons),
+            where=[f"{path}, {name}" for name, _ in problems],
+            why="\n".join(why for _, why in problems),
             do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
         )
     return ModelFile(path=path, recipes=module.RECIPES, hf_types=tuple(hf_types), wrt=_filter(wrt), **functions)

@@ -204,20 +204,16 @@ def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyTyp
         # Last: making it computes with values that may be invalid.
         _check_optimizer(recipe)
         return
-    places = []
-    reasons = []
     lines = []
     for problem in problems:
-        places.append(f"{problem.key}={getattr(recipe, problem.key)!r}")
-        reasons.append(problem.why)
         if problem.key in options:
             lines.append(f"{options[problem.key]} {problem.proposal}")
         else:
             lines.append(f"--set {problem.key}={problem.proposal}")
     raise RecipeError(
         "The recipe has invalid values.",
-        where=places,
-        why="\n".join(reasons),
+        where=[f"{problem.key}={getattr(recipe, problem.key)!r}" for problem in problems],
+        why="\n".join(problem.why for problem in problems),
         do=" ".join(lines) + "\nor the same in the model file.",
     )
 
