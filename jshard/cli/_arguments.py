@@ -56,6 +56,7 @@ def _check_given_once(hints: Mapping[str, object], argv: Sequence[str], command:
     counts = collections.Counter[str]()
     for word in argv:
         if word.startswith("--"):
+            # tyro takes --held_out for --held-out: they are one option.
             option = word.removeprefix("--").partition("=")[0]
             counts[option.replace("-", "_")] += 1
     for name, count in counts.items():

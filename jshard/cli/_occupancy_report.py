@@ -71,14 +71,14 @@ class OccupancyReport(Printed):
         reasons = refusals(self.gpu, kernel.block)
         if reasons:
             return values | {"refusals": reasons}
-        beside: dict[str, object] = {}
+        by_collective: dict[str, object] = {}
         for comm in self.footprints:
             ways = self._plans(kernel, comm)
             drained = _unchanged(ways).drain
-            beside[str(comm)] = {"drain": drained, "plans": [dataclasses.asdict(plan) for plan in ways]}
+            by_collective[str(comm)] = {"drain": drained, "plans": [dataclasses.asdict(plan) for plan in ways]}
         values["blocks_per_sm"] = resident(self.gpu, kernel.block)
         values["limits"] = limits(self.gpu, kernel.block)
-        values["beside"] = beside
+        values["beside"] = by_collective
         return values
 
     def _table(self, comm: CommFootprint) -> FittedTable:

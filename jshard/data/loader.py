@@ -259,6 +259,7 @@ def read_sample(source: Source, part: str, sample_id: int, error: type[FourPartE
     where = f"data.{part}[{sample_id}], of a {type(source).__name__}"
     try:
         sample = source[sample_id]
+    # It has a reason and a remedy of its own, which say more than that a sample cannot be read.
     except DataError as cause:
         raise error(cause.what, where=[where, *cause.where], why=cause.why, do=cause.do) from cause
     except Exception as cause:

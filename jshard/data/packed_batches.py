@@ -230,9 +230,9 @@ class PackedBatches(GlobalBatches):
             form = _form_of(first_sequence)
             for key in {**saved_form, **form}:
                 saved = saved_form.get(key, "nothing")
-                here = form.get(key, "nothing")
-                if saved != here:
-                    yield f"{key}  saved {saved}  here {here}"
+                current = form.get(key, "nothing")
+                if saved != current:
+                    yield f"{key}  saved {saved}  here {current}"
 
 
 def _num_taken(positions: Mapping[int, Position], lane: int) -> int:

@@ -336,6 +336,7 @@ def _fingerprint(text: _TextData, weights: Sequence[Fraction], tokenizer: Tokeni
 def _fingerprint_of_part(part: _TokenPart, tokenizer: Tokenizer, sequence_length: int) -> str:
     train = part.train
     held_out = part.held_out
+    # With the dtype: the same bytes are other ids in another width.
     digest = hashlib.sha256(f"{tokenizer.name} {sequence_length} {train.dtype} {train.size} {held_out.size}".encode())
     for ids in (train, held_out):
         # A large file by a sample of its ids: reading all of it would take minutes.

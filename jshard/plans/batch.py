@@ -127,6 +127,7 @@ class _BatchLayout:
 
     def splits(self, x: ArrayLike) -> bool:
         """Returns whether the rows that this process has are its part of a batch that the data shards divide."""
+        # A scalar has no rows to split.
         return np.ndim(x) > 0 and np.shape(x)[0] * self.parts % self.shards == 0
 
     def global_shape(self, x: ArrayLike) -> tuple[int, ...]:

@@ -206,6 +206,7 @@ def _problem_of_count(
     """Returns what is wrong with the number of devices, or None. The degrees are valid, one of them may be -1."""
     fixed = _product(requested)
     fits = count % fixed == 0 if has_open_axis else count == fixed
+    # 0 is a multiple of every product, and no mesh has 0 devices.
     if count >= 1 and fits:
         return None
     factors = " x ".join(str(n) for n in _without_default_axes(requested).values() if n != -1)
@@ -239,6 +240,7 @@ def _product(degrees: Mapping[str, int]) -> int:
 
 def nearest_degrees(requested: Mapping[str, object], count: int) -> dict[str, int]:
     """Returns degrees for a number of devices, close to the requested ones: one axis takes the rest."""
+    # The request may be the faulty one: what is no axis or no degree counts as not given.
     degrees = {axis: n for axis, n in requested.items() if axis in AXES and _is_degree(n)}
     rest = _axis_of_rest(degrees)
     nearest = {rest: -1}

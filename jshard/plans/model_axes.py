@@ -155,6 +155,7 @@ class _ModelAnnotation:
     def check_dims_divide(self, degrees: Mapping[str, int]) -> None:
         """Raises for dims that do not divide by the degrees of their axes."""
         uneven = []
+        # Not strict: an annotation may name the first dims only.
         for dim, (size, entry) in enumerate(zip(self.shape, self.entries, strict=False)):
             # `degrees` has each of them: axes that the mesh lacks were left out with those of degree 1.
             axes = axes_of(entry)

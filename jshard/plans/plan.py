@@ -162,6 +162,7 @@ class ShardPlan:
         """Layers of a loop that no unit gathers ahead: path and unit, with the bytes of the gathered copy of all."""
         gathered_bytes: collections.Counter[tuple[str, str]] = collections.Counter()
         for leaf in self.leaves:
+            # One with no sharded dim is whole on each device already: nothing is gathered.
             if leaf.stack and leaf.placement.gathered and leaf.placement.dim is not None:
                 gathered_bytes[leaf.stack, leaf.unit] += leaf.placement.gathered_bytes
         return dict(gathered_bytes)
@@ -191,6 +192,7 @@ class ShardPlan:
             owner = inside(path, leaf.owner)
             if not keys or (owner or ()) not in names:
                 continue  # it is not below, or its unit was removed from the model
+            # What an enclosing unit gathers has no owner in this view, and is listed under its root.
             sharers = () if owner is None else _inside(path, leaf.sharers)
             gathered_by = sharers[0] if sharers else owner or ()
             text, *aliases = map(dotted, keys)
@@ -220,6 +222,7 @@ class ShardPlan:
         """
         data = _parsed(text)
         leaves = []
+        # JSON has lists; with tuples the plan equals the one that was written, and has a hash.
         for fields in _tuples(data["leaves"]):
             placement = Placement(**fields["placement"])
             leaves.append(LeafPlan(**{**fields, "placement": placement}))
@@ -268,6 +271,7 @@ def _planned_leaf(path: Path, leaf: Leaf, units: Mapping[Path, Unit], names: Map
         stack=dotted(leaf.stack) if leaf.stack and not is_stack_of_unit else "",
         keys=keys,
         owner=owner,
+        # For the module around them, which gathers it once for all: each of them would send the whole table again.
         sharers=modules if len(modules) > 1 else (),
     )
 
@@ -323,6 +327,8 @@ def _modules_of_unit(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, 
     modules_by_use = [_modules_by_unit(chain, units) for chain in around]
     # Innermost first; any chain will do, as the unit must be in all of them.
     for path in reversed(around[0]):
+        # By identity and not by path: a table tied between two modules of a list would else go to the root, and lose
+        # the dtypes and the placement of the list.
         identity = _identity(path, units[path])
         if all(identity in by_unit for by_unit in modules_by_use):
             modules = [by_unit[identity] for by_unit in modules_by_use]
@@ -574,6 +580,7 @@ def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
 
 def _parameters_by_first_path(model: nnx.Module) -> dict[Path, nnx.Param]:
     """Returns the parameters of a model, each once: a tied one by the first of its paths."""
+    # By identity: equal parameters of two layers are not one.
     seen: set[int] = set()
     parameters: dict[Path, nnx.Param] = {}
     for variable, path, _ in occurrences(model):

@@ -162,6 +162,7 @@ def _warn_of_small_parameters(name: str, indivisible: Mapping[str, Placement], a
 def _check_keep_patterns_used(name: str, paths: list[str], precision: MixedPrecision) -> None:
     unused = []
     for pattern in precision.keep:
+        # By the method that places parameters: a rule of its own here could differ in what a pattern matches.
         only_this_pattern = dataclasses.replace(precision, keep=(pattern,))
         if not any(map(only_this_pattern.keeps, paths)):
             unused.append(pattern)

@@ -117,7 +117,8 @@ class _LazyProgram:
     def __init__(self, function: Update, arguments: Sequence[jax.Array]) -> None:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
         closed = jax.make_jaxpr(function)(*shapes)
-        if any(map(_is_plain_call, closed.jaxpr.eqns)):  # calls of a whole tree would need all of it at once
+        # Optax corrects the bias of a whole tree in one call, which would need all of the state at once.
+        if any(map(_is_plain_call, closed.jaxpr.eqns)):
             closed = jax.make_jaxpr(lambda *xs: _run_without_calls(closed, xs))(*shapes)
         self._inputs = closed.jaxpr.invars
         self._results = closed.jaxpr.outvars

@@ -128,6 +128,8 @@ def plain_class(module: nnx.Module) -> type[nnx.Module]:
 
 def attach(module: nnx.Module, unit: Unit, route: Route) -> None:
     """Makes the module a unit, or renews its record. `route(self, method, args, kwargs)` receives its calls."""
+    # From its own class, also where it is a unit already: a subclass of a unit's class would route each call twice.
+    # Past Flax's `__setattr__`, which checks attributes that hold data.
     object.__setattr__(module, "__class__", _unit_class(plain_class(module), unit, route))
 
 

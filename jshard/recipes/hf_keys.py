@@ -519,7 +519,7 @@ def typed(value: Json, kind: type) -> Json:
 
 def _is_among(value: Json, values: Iterable[Json]) -> bool:
     # As in `typed`: 1 == True, but a file says another thing with each.
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in values)
 
 
 def check_only(config: Config, name: str, only: tuple[Json, ...]) -> None:
