@@ -246,7 +246,8 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
         try:
             planned.append(_planned_leaf(path, leaf, units, names))
         except AnnotationError as error:
-            first_error = first_error or error
+            if first_error is None:
+                first_error = error
             places += error.where
     if first_error is not None:
         raise AnnotationError(first_error.what, where=places, why=first_error.why, do=first_error.do)
