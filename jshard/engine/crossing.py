@@ -1,7 +1,7 @@
 """How arrays enter a region of data shards and leave it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -83,9 +83,20 @@ class ResultOf:
 AnyCrossing = Crossing | ResultOf
 
 
-def of_tangent(crossing: AnyCrossing) -> AnyCrossing:
-    """Returns how a tangent enters: like its operand. It is not the parameter of that name."""
-    return dataclasses.replace(crossing, parameter="") if isinstance(crossing, Crossing) else crossing
+def results_of(leaving: Callable[[], Sequence[Crossing]], positions: Iterable[int]) -> list[ResultOf]:
+    """Returns the crossings of some results of an earlier call."""
+    return [ResultOf(leaving, position) for position in positions]
+
+
+def of_tangents(crossings: Iterable[AnyCrossing]) -> list[AnyCrossing]:
+    """Returns how tangents enter: each like its operand. It is not the parameter of that name."""
+    tangents: list[AnyCrossing] = []
+    for crossing in crossings:
+        if isinstance(crossing, Crossing):
+            # Under the name of the parameter, a tangent would be taken for it where that is kept or found by its path.
+            crossing = dataclasses.replace(crossing, parameter="")
+        tangents.append(crossing)
+    return tangents
 
 
 def resolved(crossing: AnyCrossing) -> Crossing:
@@ -93,6 +104,11 @@ def resolved(crossing: AnyCrossing) -> Crossing:
     if isinstance(crossing, ResultOf):
         return crossing.leaving()[crossing.position]
     return crossing
+
+
+def all_resolved(crossings: Iterable[AnyCrossing]) -> list[Crossing]:
+    """Returns crossings that are known."""
+    return [resolved(crossing) for crossing in crossings]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,6 +179,10 @@ class Region:
             if dim is not None:
                 dims[dim] = (*axes_of(dims[dim]), axis)
         return PartitionSpec(*dims)
+
+    def specs(self, crossings: Sequence[Crossing], arrays: Sequence[jax.Array | Value]) -> list[PartitionSpec]:
+        """Returns the specs of arrays that cross, each in its way."""
+        return [self.spec(crossing, x.ndim) for crossing, x in zip(crossings, arrays, strict=True)]
 
     def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[ParameterKey, Value]:
         """Returns the parameters gathered outside units that forward keeps for backward, whole or in pieces."""

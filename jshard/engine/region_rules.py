@@ -3,18 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence, Set
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
-from jshard.engine.program import merged, others, picked
-from jshard.engine.program_call import Tangent, batch_rule, jvp_rule, mapped_size, transpose_rule
+from jshard.engine.program_call import Tangent, batch_rule, jvp_rule, mapped_size, transpose_rule, zero_tangents
 from jshard.engine.region_call import RegionCall, region_p
+from jshard.engine.rules import type_of
+from jshard.engine.selections import merged, others, picked
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class Used:
     @classmethod
     def all_of(cls, eqn: JaxprEqn) -> "Used":
         """Returns all of an equation."""
-        return cls((True,) * len(eqn.invars), (True,) * len(eqn.outvars), tuple(_aval(v) for v in eqn.invars))
+        return cls((True,) * len(eqn.invars), (True,) * len(eqn.outvars), tuple(type_of(v) for v in eqn.invars))
 
     def without(self, operands: Sequence[bool], results: Sequence[bool]) -> "Used":
         """Returns what is left where only some of the operands and results of the equation are used."""
@@ -48,10 +49,6 @@ class Used:
         return merged(self.operands, operands, absent)
 
 
-def _aval(atom: Var | Literal) -> ShapedArray:
-    return cast(ShapedArray, atom.aval)
-
-
 def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
     """Removes what an equation computes and nothing uses, with the gathers and residuals that were only for that."""
     # JAX's own rule for an unknown primitive keeps all or nothing. A region's program is at hand, so a loss that reads
@@ -61,7 +58,7 @@ def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool]
         return [False] * len(eqn.invars), None
     if jaxpr is None:
         return [True] * len(eqn.invars), eqn
-    is_key = [jnp.issubdtype(_aval(v).dtype, jax.dtypes.extended) for v in eqn.invars]  # cannot be made up
+    is_key = [jnp.issubdtype(type_of(v).dtype, jax.dtypes.extended) for v in eqn.invars]  # cannot be made up
     smaller, operands_used = _compat.without_dead_code(jaxpr, is_key, results_used)
     used: Used | None = eqn.params["used"]
     if not all(operands_used) or not all(results_used):
@@ -105,7 +102,7 @@ def _jvp(
         # Copies are those of this program: the derivative's forward, which was made for all operands, may have others.
         copies = region_p.bind(*primals, call=call, jaxpr=jaxpr, used=used)[len(left) :]
         left += copies
-        tangents_left += [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in copies]
+        tangents_left += zero_tangents(copies)
     return left, tangents_left
 
 

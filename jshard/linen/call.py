@@ -21,7 +21,7 @@ from jshard import _compat
 from jshard._types import PyTree, TreeDef
 from jshard.engine import border
 from jshard.engine.context import guard
-from jshard.engine.program import merged, others, picked
+from jshard.engine.selections import merged, others, picked
 from jshard.errors import CallError
 from jshard.linen.boxes import Padded, is_padded, padding_in
 from jshard.linen.layout import Layout
