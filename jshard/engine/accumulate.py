@@ -2,7 +2,7 @@
 
 import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -19,6 +19,7 @@ from jshard.engine.gathers import gather
 from jshard.engine.gradient_sums import reduce_gradient
 from jshard.engine.inner import over_axes
 from jshard.engine.rules import PARTIAL, Shard, State, Value
+from jshard.engine.selections import at_positions
 from jshard.engine.stored import inner_dims
 from jshard.engine.weighted import MeanShares, WeightedMean, nonzero, value_and_weight
 from jshard.errors import CallError
@@ -65,7 +66,7 @@ def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
     """
     # Each microbatch must divide by the data shards, too.
     num_parts = steps * data_degree(unit.mesh)
-    row_counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x) and not _may_be_keys(x)}
+    row_counts = _row_counts(batch)
 
     def is_keys(x: ArrayLike) -> bool:
         return _may_be_keys(x) and not _is_by_row(x, row_counts, num_parts)
@@ -84,6 +85,15 @@ def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
         return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
 
     return jax.tree.map(cut, batch)
+
+
+def _row_counts(batch: PyTree) -> set[int]:
+    """Returns the sizes of dim 0 of what is certainly no key."""
+    counts = set()
+    for x in jax.tree.leaves(batch):
+        if jnp.ndim(x) and not _may_be_keys(x):
+            counts.add(jnp.shape(x)[0])
+    return counts
 
 
 def _check_rows_divide(
@@ -202,8 +212,7 @@ class GatheredOnce:
             return copies
 
         def run(arrays: list[jax.Array]) -> list[jax.Array]:
-            dims = [inner_dims(placement, x.ndim) for x, placement in zip(arrays, self.placements, strict=True)]
-            states = self._states_by_axis(dims, without_dim=None)
+            states = self._states_by_axis(arrays, gathered=False, without_dim=None)
             return over_axes(self.inner, gather_all, [fetched(x) for x in arrays], states, {})
 
         return self._shard_map(run, in_specs=(self._stored_specs(),), out_specs=self._copy_spec())(self.picked(tree))
@@ -218,15 +227,10 @@ class GatheredOnce:
             return [reduce_gradient(x, placement, mesh) for x, placement in zip(sums, self.placements, strict=True)]
 
         def run(arrays: list[jax.Array], sums: list[jax.Array]) -> list[jax.Array]:
-            of_copies = []
-            of_shards = []
-            for x, placement in zip(arrays, self.placements, strict=True):
-                of_copies.append(inner_dims(placement, x.ndim, gathered=True))
-                of_shards.append(inner_dims(placement, x.ndim, gathered=False))
             # Each place along an inner axis has summed the gradients of its own examples or tokens, for all of a copy
             # that is not split over the axis.
-            states = self._states_by_axis(of_copies, without_dim=PARTIAL)
-            targets = self._states_by_axis(of_shards, without_dim=None)
+            states = self._states_by_axis(arrays, gathered=True, without_dim=PARTIAL)
+            targets = self._states_by_axis(arrays, gathered=False, without_dim=None)
             own_sums = [x[0] for x in sums]
             gradients = over_axes(self.inner, reduce_all, own_sums, states, targets)
             return [placed_like(g, x) for x, g in zip(arrays, gradients, strict=True)]
@@ -234,27 +238,33 @@ class GatheredOnce:
         specs = self._stored_specs()
         return self._shard_map(run, in_specs=(specs, self._copy_spec()), out_specs=specs)(self.picked(tree), sums)
 
-    def _states_by_axis(self, dims: Sequence[Mapping[str, int]], *, without_dim: State) -> dict[str, list[State]]:
-        """Returns the states of arrays over each inner axis, given the dims that are split over inner axes.
+    def _states_by_axis(
+        self, arrays: Sequence[jax.Array], *, gathered: bool, without_dim: State
+    ) -> dict[str, list[State]]:
+        """Returns the states of the parameters over each inner axis.
 
         Args:
-            dims: of each array, by axis.
-            without_dim: the state of an array that is not split over an axis.
+            arrays: the parameters as they are stored.
+            gathered: whether the states are those of the gathered copies.
+            without_dim: the state of a parameter that is not split over an axis.
         """
-        states: dict[str, list[State]] = {}
-        for axis in self.inner:
-            states[axis] = [dims_of_array.get(axis, without_dim) for dims_of_array in dims]
+        states: dict[str, list[State]] = {axis: [] for axis in self.inner}
+        for x, placement in zip(arrays, self.placements, strict=True):
+            dims = inner_dims(placement, x.ndim, gathered=gathered)
+            for axis in self.inner:
+                states[axis].append(dims.get(axis, without_dim))
         return states
 
     def picked(self, tree: PyTree) -> list[jax.Array]:
         """Returns the leaves of a tree at the positions of these parameters."""
-        leaves = jax.tree.leaves(tree)
-        return [leaves[i] for i in self.positions]
+        return at_positions(jax.tree.leaves(tree), self.positions)
 
     def names(self, tree: PyTree) -> list[str]:
         """Returns their paths in a tree, as text."""
-        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        return ["/".join(key_texts(paths[i])) for i in self.positions]
+        names = []
+        for path, _ in at_positions(jax.tree.leaves_with_path(tree), self.positions):
+            names.append("/".join(key_texts(path)))
+        return names
 
     def _concrete_mesh(self) -> Mesh:
         assert isinstance(self.mesh, Mesh), "the model has arrays"

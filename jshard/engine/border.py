@@ -34,7 +34,8 @@ from jshard.engine.objects import (
     or_iterator,
     take_apart,
 )
-from jshard.engine.values import AnyArray, Leaf
+from jshard.engine.selections import merged, others, picked
+from jshard.engine.values import AnyArray, Leaf, type_text
 from jshard.errors import CallError
 
 Callers = tuple[tuple, Mapping[str, object]]
@@ -75,12 +76,13 @@ def opened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[object]], PyTre
 
         return apart.leaves, with_leaves
 
-    def together(arrays: Sequence[object]) -> PyTree:
-        remaining = iter(arrays)
-        leaves = [next(remaining) if is_any_array(x) else x for x in apart.leaves]
-        return apart.form.together(leaves, [])
+    is_array = [is_any_array(x) for x in apart.leaves]
+    static = others(is_array, apart.leaves)
 
-    return [x for x in apart.leaves if is_any_array(x)], together
+    def together(arrays: Sequence[object]) -> PyTree:
+        return apart.form.together(merged(is_array, arrays, static), [])
+
+    return picked(is_array, apart.leaves), together
 
 
 # ---- the arguments and results of a call
@@ -262,8 +264,7 @@ def _opaque_result(opaque: _OpaqueArray, where: str) -> CallError:
 
 
 def _described(opaque: _OpaqueArray) -> str:
-    array = opaque.array
-    return f"{opaque.access.strip()}: {array.dtype}{list(array.shape)}"
+    return f"{opaque.access.strip()}: {type_text(opaque.array)}"
 
 
 def _registration(x: object, kind: str) -> str:
@@ -274,8 +275,10 @@ def _registration(x: object, kind: str) -> str:
     arrays: list[str] = []
     settings: list[str] = []
     for name, value in attributes(x).items():
-        has_array = any(True for _ in held(value, is_any_array, in_functions=True))
-        (arrays if has_array else settings).append(name)
+        if holds(value, is_any_array, in_functions=True):
+            arrays.append(name)
+        else:
+            settings.append(name)
     array_values = ", ".join(f"x.{name}" for name in arrays)
     setting_items = "".join(f"({name!r}, x.{name}), " for name in settings)
     return "\n".join(

@@ -13,6 +13,7 @@ from jshard import _compat
 from jshard.engine import rules
 from jshard.engine.program import Atom, Program, abstract
 from jshard.engine.unit_call import UnitCall
+from jshard.engine.values import are_identical
 
 
 def shared(program: Program, alike: list[Program]) -> tuple[Program, list[np.generic]]:
@@ -63,10 +64,10 @@ def are_equal(a: jex.Jaxpr | jex.ClosedJaxpr, b: jex.Jaxpr | jex.ClosedJaxpr) ->
     """Returns whether two programs have the same equations, with the same names and settings, in the same order."""
     a_jaxpr, a_consts = rules.opened(a)
     b_jaxpr, b_consts = rules.opened(b)
-    if len(a_consts) != len(b_consts) or len(a_jaxpr.eqns) != len(b_jaxpr.eqns):
+    if len(a_jaxpr.eqns) != len(b_jaxpr.eqns):
         return False
     # Constants are compared by identity: comparing their values would wait for the device.
-    if any(x is not y for x, y in zip(a_consts, b_consts, strict=True)):
+    if not are_identical(a_consts, b_consts):
         return False
     return a_jaxpr is b_jaxpr or _ProgramComparison().programs_equal(a_jaxpr, b_jaxpr)
 

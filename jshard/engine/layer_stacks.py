@@ -35,10 +35,13 @@ def note_layers(unit: Unit, rows: Mapping[str, Placement]) -> None:
             large[stack] = size
     if not large:
         return
-    _warned.update((key, stack) for stack in large)
-    listed = "".join(f"\n  {stack}  {n} bytes, by (root), each layer when it is needed" for stack, n in large.items())
     setting = "mesh=mesh, placement=js.PlacementPolicy(stacked=1)"
-    lines = "".join(f"\n  js.fully_shard({_in_python(stack)}, {setting})" for stack in large)
+    listed = ""
+    lines = ""
+    for stack, size in large.items():
+        _warned.add((key, stack))
+        listed += f"\n  {stack}  {size} bytes, by (root), each layer when it is needed"
+        lines += f"\n  js.fully_shard({_in_python(stack)}, {setting})"
     _compat.warn_user(
         f"{len(large)} stack(s) of layers of {unit.kind} form no unit, and are not gathered ahead of their use:{listed}"
         f"\n  Before the line of the model:{lines}"

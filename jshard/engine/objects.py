@@ -20,7 +20,7 @@ import numpy as np
 
 from jshard import _compat
 from jshard._types import PyTree, TreeDef
-from jshard.engine.values import AnyArray, Leaf
+from jshard.engine.values import AnyArray, Leaf, are_identical
 
 IsLeaf = Callable[[object], bool] | None
 Part = tuple[str, object]
@@ -75,9 +75,9 @@ def held(x: object, is_searched: Callable[[object], bool], *, in_functions: bool
             queue.append((text + access, part))
 
 
-def holds(x: object, is_searched: Callable[[object], bool]) -> bool:
-    """Returns whether a value refers to such an array, other than through a function."""
-    return any(True for _ in held(x, is_searched, in_functions=False))
+def holds(x: object, is_searched: Callable[[object], bool], *, in_functions: bool = False) -> bool:
+    """Returns whether a value refers to such an array, by default other than through a function."""
+    return any(True for _ in held(x, is_searched, in_functions=in_functions))
 
 
 def _parts(x: object, *, in_functions: bool) -> Iterator[Part]:
@@ -412,7 +412,7 @@ def _assign_attributes(old: object, new_attributes: Mapping[str, object]) -> Non
 def _assigned_tuple(old: tuple, new: tuple) -> tuple:
     """Assigns the items of a tuple; returns the old one if they are all the same objects."""
     values = [assign(old_item, new_item) for old_item, new_item in itertools.zip_longest(old[: len(new)], new)]
-    if len(old) == len(new) and all(old_item is value for old_item, value in zip(old, values, strict=True)):
+    if are_identical(old, values):
         return old
     if hasattr(new, "_fields"):  # a named tuple
         return type(new)(*values)

@@ -113,11 +113,10 @@ def beside_automatic_axes(collective: Collective, x: jax.Array, placement: Place
 
 def automatic_axes(x: jax.Array, placement: Placement) -> set[str]:
     """Returns the axes over which the compiler splits a parameter."""
-    manual = _compat.manual_axes()
     axes: set[str] = set()
     for entry in _spec_of(x, placement):
-        axes.update(axis for axis in axes_of(entry) if axis not in manual)
-    return axes
+        axes.update(axes_of(entry))
+    return axes - _compat.manual_axes()
 
 
 def _spec_of(x: jax.Array, placement: Placement) -> tuple[str | tuple[str, ...] | None, ...]:

@@ -15,8 +15,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jshard import _compat
 from jshard._text import shortened
 from jshard.engine.context import in_shapes_only
-from jshard.engine.program import abstract
+from jshard.engine.program import abstract_all
 from jshard.engine.rules.products import flops
+from jshard.engine.selections import picked
+from jshard.engine.values import type_texts
 
 WARNED_FLOPS = 1e8
 WARNED_PART = 0.1
@@ -59,7 +61,7 @@ class LocalProduct:
 
 def shapes_of(eqn: JaxprEqn) -> Shapes:
     """Returns the shapes of the operands and results of an equation."""
-    return tuple(abstract(atom).shape for atom in (*eqn.invars, *eqn.outvars))
+    return tuple(aval.shape for aval in abstract_all([*eqn.invars, *eqn.outvars]))
 
 
 # ---- which size is the batch
@@ -140,7 +142,7 @@ def warn_of_whole(call: TracedCall) -> None:
 
     A single example is computed this way on any number of devices, so it is no reason to warn.
     """
-    rows = [x for x in call.arguments if x.ndim and x.shape[0] > 1 and not _is_key(x)]
+    rows = [x for x in call.arguments if _has_rows(x)]
     if not rows or in_shapes_only():  # of an estimate's trace, nothing will run
         return
     work = _Work.of(call.products, call.degree)
@@ -203,6 +205,11 @@ class _Work:
         return shortened(texts, _SHOWN, " lines")
 
 
+def _has_rows(x: jax.ShapeDtypeStruct) -> bool:
+    """Returns whether an argument may have examples: it has more than one row, and is no key."""
+    return x.ndim > 0 and x.shape[0] > 1 and not _is_key(x)
+
+
 def _is_key(x: jax.ShapeDtypeStruct) -> bool:
     """Returns whether an argument is a random key, also one of the old form."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -257,7 +264,7 @@ def _why_arguments_are_whole(unsplit: Sequence[jax.ShapeDtypeStruct], batch: int
 
 
 def _types(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
-    return ", ".join(shortened([f"{x.dtype}{list(x.shape)}" for x in arrays], _SHOWN))
+    return ", ".join(shortened(type_texts(arrays), _SHOWN))
 
 
 # ---- which products depend on the examples
@@ -289,14 +296,14 @@ def _dependence(jaxpr: Jaxpr, depends: Sequence[bool], around: tuple[JaxprEqn, .
         depends: for each operand, whether what depends on it is followed.
         around: the equations that the program is inside of. They have the user's line where its own have none.
     """
-    dependent = {v for v, is_dependent in zip(jaxpr.invars, depends, strict=True) if is_dependent}
+    dependent = set(picked(depends, jaxpr.invars))
 
-    def is_dependent(atom: jex.Var | jex.Literal) -> bool:
-        return isinstance(atom, jex.Var) and atom in dependent
+    def are_dependent(atoms: Sequence[jex.Var | jex.Literal]) -> list[bool]:
+        return [isinstance(atom, jex.Var) and atom in dependent for atom in atoms]
 
     products: set[ProductPlace] = set()
     for eqn in jaxpr.eqns:
-        operands = [is_dependent(atom) for atom in eqn.invars]
+        operands = are_dependent(eqn.invars)
         if not any(operands):
             continue
         if flops(eqn):
@@ -305,7 +312,7 @@ def _dependence(jaxpr: Jaxpr, depends: Sequence[bool], around: tuple[JaxprEqn, .
         for program in programs:
             products |= program.products
         dependent.update(_results_of_any(programs, eqn.outvars))
-    return _Dependence([is_dependent(atom) for atom in jaxpr.outvars], products)
+    return _Dependence(are_dependent(jaxpr.outvars), products)
 
 
 def _results_of_any(programs: Sequence[_Dependence], results: Sequence[jex.Var]) -> list[jex.Var]:
