@@ -71,6 +71,7 @@ def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
     def is_keys(x: ArrayLike) -> bool:
         return _may_be_keys(x) and not _is_by_row(x, row_counts, num_parts)
 
+    # Before the first array is cut, so that the error has all that do not divide.
     _check_rows_divide(batch, is_keys, steps, num_parts, name)
 
     def cut(x: ArrayLike) -> jax.Array:
@@ -142,12 +143,13 @@ def _is_by_row(x: ArrayLike, rows: set[int], parts: int) -> bool:
     if not jnp.ndim(x):
         return False
     size = jnp.shape(x)[0]
+    # Without other arrays there are no rows to compare with: keys are rows if they can be cut like them.
     return size in rows or (not rows and size % parts == 0)
 
 
 def _split_keys(keys: jax.Array, steps: int) -> jax.Array:
     """Returns `steps` new keys for each key, along a new leading dim."""
-    if not _is_typed_key(keys) or not keys.ndim:
+    if not _is_typed_key(keys) or not keys.ndim:  # an array of words is one key of the old form
         return jax.random.split(keys, steps)
     split = jax.vmap(lambda key: jax.random.split(key, steps), out_axes=1)
     return split(keys.ravel()).reshape(steps, *keys.shape)
@@ -190,6 +192,7 @@ class GatheredOnce:
         """Chooses them by the placements of the tree's leaves; None for a leaf that is not a parameter."""
         self.positions: list[int] = []
         self.placements: list[Placement] = []
+        # One device with all of the batch has all of each parameter: there is nothing to gather, nor to reduce.
         if region_degree(mesh) > 1:
             for i, placement in enumerate(placements):
                 if placement is not None and placement.gathered:
@@ -330,6 +333,8 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
     mesh = loss.root.mesh
     param_placements, frozen_placements = loss.placements
     params_once = GatheredOnce(param_placements if once else (), mesh)
+    # Frozen parameters are gathered as often as the others. Their copies have no gradient, so `run` is no function of
+    # them.
     frozen_once = GatheredOnce(frozen_placements if once else (), mesh)
     # Outside of the loop over microbatches, whose body takes them as constants.
     copies = params_once.gather(loss.params)
@@ -343,6 +348,7 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
         available = Copies(stored, copies + frozen_copies)
         with during(gathered_copies, available if once else None):
             value, aux = loss.run(params, loss.frozen, state, part)
+        # Inside of the trace: copies are taken while the loss is traced, and it is traced once.
         _check_taken(available, stored, params_once.names(params) + frozen_once.names(loss.frozen), loss.name)
         value, weight = value_and_weight(value)
         return value, (*aux, weight)
@@ -368,10 +374,11 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
     for x, placement in zip(copies, params_once.placements, strict=True):
         copy_sums.append(jnp.zeros_like(x, placement.reduce_dtype))
     first = jax.tree.map(lambda x: x[0], parts)
+    # The carry of a scan has its types from the start, and only the loss says those of its value and weight.
     (value, (_, _, weight)), _ = jax.eval_shape(grad, loss.params, copies, loss.state, first)
     no_weight = None if weight is None else jnp.zeros((), weight.dtype)
-    begin = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
-    (total, (grads, copy_sums), state, weight), aux = lax.scan(step, begin, parts)
+    first_carry = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
+    (total, (grads, copy_sums), state, weight), aux = lax.scan(step, first_carry, parts)
     if once:
         grads = _with_reduced_copies(grads, params_once, params_once.reduce(loss.params, copy_sums))
     if weight is None:

@@ -103,13 +103,13 @@ class LiveArguments:
         args: positional arguments.
         kwargs: keyword arguments.
         before: both, taken apart.
-        held: ids of the traced arrays that opaque arguments refer to.
+        opaque_ids: ids of the traced arrays that opaque arguments refer to.
     """
 
     args: tuple
     kwargs: dict[str, object]
     before: Apart
-    held: frozenset[int]
+    opaque_ids: frozenset[int]
 
 
 class Arguments:
@@ -145,6 +145,8 @@ class Arguments:
     def live(self, args: tuple, kwargs: dict[str, object]) -> LiveArguments:
         """Returns the arguments that the method is about to get, put together by `form` and bound by the adapter."""
         before = self._apart((args, kwargs))
+        # An argument may hold traced arrays of a trace around the call. Only what the method adds to it is refused, or
+        # what it returns in an object of its own.
         arrays = _opaque_arrays(before.leaves)
         return LiveArguments(args, kwargs, before, frozenset(id(opaque.array) for opaque in arrays))
 
@@ -164,6 +166,8 @@ class Arguments:
 
     def write(self, form: Form, leaves: Iterable[object]) -> None:
         """Gives the caller's lists, dicts and objects the contents that the method gave to its own."""
+        # The method's arguments were put together in the form of the caller's, so a `Given` counts the same leaves in
+        # both.
         callers_leaves = self._apart(self._callers).leaves
         new_leaves = [callers_leaves[x.number] if isinstance(x, Given) else x for x in leaves]
         assign(self._callers, form.together(new_leaves, []))
@@ -195,7 +199,7 @@ def results(out: PyTree, live: LiveArguments, where: str) -> Apart:
     # Outside of a region's trace nothing is carried out of a program. And an argument that the method returns may hold
     # traced arrays already, of a trace around the call.
     for opaque in _opaque_arrays(apart.leaves):
-        if region_mesh() is not None and id(opaque.array) not in live.held:
+        if region_mesh() is not None and id(opaque.array) not in live.opaque_ids:
             raise _opaque_result(opaque, where)
     return apart
 
@@ -210,9 +214,9 @@ def _is_same(new: object, old: object) -> bool:
     return new is old or (isinstance(new, (Again, Constant)) and new == old)
 
 
-def _are_equal(form: Form, other: Form) -> bool:
+def _are_equal(new_form: Form, old_form: Form) -> bool:
     try:
-        return form == other
+        return new_form == old_form
     except ValueError:  # a pytree of the user that holds NumPy arrays in its structure
         return True
 
@@ -238,7 +242,7 @@ def _opaque_arrays(leaves: Sequence[object]) -> Iterator[_OpaqueArray]:
 def _refuse_filled(live: LiveArguments, where: str) -> None:
     """Raises if the method stored traced arrays in an argument that was not taken apart."""
     for opaque in _opaque_arrays(live.before.leaves):
-        if region_mesh() is not None and id(opaque.array) not in live.held:
+        if region_mesh() is not None and id(opaque.array) not in live.opaque_ids:
             raise CallError(
                 "A method stored an array in an argument that JAX does not know.",
                 where=f"{where}: a {type(opaque.leaf).__qualname__}, {_described(opaque)}",

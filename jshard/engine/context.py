@@ -132,18 +132,18 @@ _attention: contextvars.ContextVar[tuple[bool, list[None]] | None] = contextvars
 
 
 @contextlib.contextmanager
-def attention_again(again: bool) -> Iterator[list[None]]:
+def attention_again(is_rerun: bool) -> Iterator[list[None]]:
     """A context to trace a unit whose backward reruns attention, or not; yields one entry per attention call."""
     calls: list[None] = []
-    with during(_attention, (again, calls)):
+    with during(_attention, (is_rerun, calls)):
         yield calls
 
 
 def note_attention() -> bool:
     """Records a call of attention; returns whether backward runs it again."""
-    again, calls = _attention.get() or (False, [])
+    is_rerun, calls = _attention.get() or (False, [])
     calls.append(None)
-    return again
+    return is_rerun
 
 
 def in_global_view() -> bool:

@@ -29,7 +29,7 @@ def created(
         return jax.jit(make, out_shardings=shardings)()
     run = jax.jit(make, out_shardings=shardings, compiler_options=_compat.init_options(mesh))
     if jax.process_count() == 1 or num_processes(mesh) < jax.process_count():
-        return run()
+        return run()  # to compare takes every process, and a mesh of some of them is used by these alone
     # Constants are hashed by themselves: in the text of a program large ones are left out, and a model's seed may be
     # in an array that NumPy made.
     traced = run.trace()
@@ -45,7 +45,7 @@ def check_same(where: str, program: str, constants: str) -> None:
     if len(set(digests)) == 1:
         return
     is_program = len({program for program, _ in digests}) > 1
-    what = "programs" if is_program else "constants (keys, arrays made by NumPy)"
+    difference = "programs" if is_program else "constants (keys, arrays made by NumPy)"
     differing = []
     for number, digest in enumerate(digests):
         if digest != digests[0]:
@@ -53,7 +53,8 @@ def check_same(where: str, program: str, constants: str) -> None:
     raise AnnotationError(
         "The processes would initialise different models.",
         where=differing,
-        why=f"their {what} are not the same: each process would fill its shards with the values of its own model.",
+        why=f"their {difference} are not the same: each process would fill its shards with the values of its own"
+        " model.",
         do="model = js.shard_init(lambda: Model(rngs=nnx.Rngs(0)), annotate)  # one seed in all processes,\n"
         "np.random.default_rng(0)  # also of NumPy; not one of the time, or of jax.process_index()",
     )

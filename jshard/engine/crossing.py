@@ -47,6 +47,7 @@ class Crossing:
     @classmethod
     def of(cls, value: Value, *, is_own: bool = False) -> "Crossing":
         """Returns how a value leaves; each device has its own piece of a parameter."""
+        # Neighbours have different pieces, and each group of them the same ones: no spec says that.
         is_own = is_own or (value.is_stored and value.shard.pieces > 0)
         return cls(value.state, is_own, value.index_dims, value.parameter)
 
@@ -129,15 +130,15 @@ class Region:
         name: class and method, for messages.
         arguments: the types of the arguments.
         batch: the size of the batch; 0 without one.
-        kept: what the calls of the region have gathered and kept. A later call finds there which parameters the copies
-            among its operands are.
+        gathered: what the calls of the region have gathered and kept. A later call finds there which parameters the
+            copies among its operands are.
     """
 
     unit: Unit
     name: str
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     batch: int
-    kept: list[Gathered] = dataclasses.field(default_factory=list)
+    gathered: list[Gathered] = dataclasses.field(default_factory=list)
 
     @property
     def mesh(self) -> Mesh:
@@ -188,23 +189,25 @@ class Region:
         """Returns the parameters gathered outside units that forward keeps for backward, whole or in pieces."""
         # Parameters alone: what else was gathered outside of units is a value of this program, and no operand of
         # backward.
-        own = resharded(self.unit, is_root=not self.unit.nested)
+        root_setting = resharded(self.unit, is_root=not self.unit.nested)
         tied = self._resharded_as_tied()
         placements = {}
         for crossing in operands:
             if crossing.shard is not None:
                 placements[crossing.parameter] = crossing.shard.placement
-        kept = {}
+        kept_values = {}
         for key, value in p.kept_whole.items():
             if not isinstance(key, tuple):
                 continue
-            pieces = tied.get(key[0], own)
+            path = key[0]
+            # What the modules of a list are tied by is gathered here, once for all of them, with the list's setting.
+            pieces = tied.get(path, root_setting)
             if pieces is False:
-                kept[key] = value
+                kept_values[key] = value
             elif pieces is not True:
-                shard = Shard(placements[key[0]], pieces)
-                kept[key] = Value(stored.cut(value.x, shard.placement, pieces), shard)
-        return kept
+                shard = Shard(placements[path], pieces)
+                kept_values[key] = Value(stored.cut(value.x, shard.placement, pieces), shard)
+        return kept_values
 
     def _resharded_as_tied(self) -> dict[str, bool | int]:
         """Returns parameters that are tied between the modules of one list, by path, with the setting of their list."""
@@ -218,7 +221,7 @@ class Region:
         """Returns which parameters the copies of these types are; None where that is not certain."""
         # An equation has arrays alone, so copies are known by their types. Where two calls of the region have kept
         # different parameters of the same types, the copies are left, and the parameters gathered again.
-        candidates = [gathered for gathered in self.kept if gathered.avals == tuple(avals)]
+        candidates = [gathered for gathered in self.gathered if gathered.avals == tuple(avals)]
         keys = {tuple(gathered.crossings) for gathered in candidates}
         if len(keys) != 1:
             return None

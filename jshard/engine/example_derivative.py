@@ -111,6 +111,8 @@ class _Derivative:
         self.saved_avals = {i: residuals[i].aval for i in self.saved}
 
         results = [*program.jaxpr.outvars[: self.num_outs], *at_positions(residuals, self.saved)]
+        # A policy sees the equation, not the program inside, so the names in it are given again to what the equation
+        # returns.
         self.names = [_checkpoint_name_of(program.jaxpr, atom) for atom in results]
         self.used = self._operands_of_backward(out_avals)
 
@@ -184,6 +186,7 @@ class _Derivative:
             program, is_read = _compat.without_dead_code(jax.make_jaxpr(self._gradients)(*arguments))
             return jex.jaxpr_as_fun(program)(*picked(is_read, jax.tree.leaves(arguments)))
 
+        # The gradient of an operand that all examples share is a sum over the shards, of which each has a part.
         grad_states = tuple(PARTIAL if dim is None else dim for dim in picked(self.operand_has_gradient, self.body.ins))
         from_forward = tuple(range(num_reused, len(values)))
         body = Body(run, in_dims, grad_states, f"the backward of {self.body.name}", from_forward)
@@ -234,6 +237,7 @@ class _Derivative:
 
     def _check(self, residuals: Sequence[jax.Array], fits: Callable[[int, jax.Array], bool]) -> None:
         """Raises if the residuals of fewer examples are not those of the whole batch."""
+        # They are known by position alone: were they others, backward would read one for another.
         num_wrong = 0
         for i, x in enumerate(residuals):
             if i in self.saved and not fits(i, x):
@@ -268,6 +272,7 @@ class _Derivative:
                 continue
             out_position = out_positions.get(atom)
             examples_dim = part.examples_dim(i, shapes[i])
+            # A result that is a sum over the shards is no residual of one: the shard computed its part of it.
             if out_position is not None and isinstance(self.body.outs[out_position], int):
                 from_outs[i] = out_position
             elif examples_dim is not None:
@@ -283,14 +288,14 @@ class _Derivative:
         Args:
             shapes: of the residuals of the whole batch.
         """
-        whole = _PartialBatch(divisor=1, shapes=shapes)
+        whole_batch = _PartialBatch(divisor=1, shapes=shapes)  # in which no dim shrinks: nothing is saved
         dims = self.body.ins
         # Nothing says along which dim a residual has the examples. Traced for fewer of them, it is the dim that
         # shrinks.
         position, examples_dim = _first_with_examples(dims)
         divisor = _smallest_divisor(self.avals[position].shape[examples_dim])
         if divisor is None:
-            return whole
+            return whole_batch
         operands = []
         for aval, dim in zip(self.avals, dims, strict=True):
             shape = _with_examples(aval.shape, dim, 1, divisor)
@@ -299,10 +304,10 @@ class _Derivative:
             program = jax.make_jaxpr(lambda *xs: self._vjp(xs).arrays)(*operands)
         except Exception:
             # The function cannot run on fewer examples. It raises when it is partitioned, if it ever is.
-            return whole
+            return whole_batch
         part_shapes = _shapes_of(program.out_avals[self.num_outs :])
         if _num_dims(part_shapes) != _num_dims(shapes):
-            return whole
+            return whole_batch
         return _PartialBatch(divisor, part_shapes)
 
 

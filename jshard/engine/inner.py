@@ -203,7 +203,7 @@ class InnerPartitioner(Partitioner):
         try:
             yield
         finally:
-            self.is_quiet = False
+            self.is_quiet = False  # as before: an inner axis has more than one place, so what it sends is recorded
             self._tensor_dim = None
 
 

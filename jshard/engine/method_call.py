@@ -117,17 +117,17 @@ class MethodCall:
                 static.append((type(leaf), leaf))  # with its type: 1, 1.0 and True are equal
         return self.method, self._graphdef, self.arguments.form, tuple(self._array_positions), tuple(static)
 
-    def difference(self, other: "MethodCall") -> str:
+    def difference(self, other_call: "MethodCall") -> str:
         """Describes where another call's module differs in structure; empty if it does not."""
-        mine = self._types()
-        theirs = other._types()
+        first = self._types()
+        second = other_call._types()
         differences = []
-        for path in dict.fromkeys([*mine, *theirs]):
-            if mine.get(path) != theirs.get(path):
-                differences.append(f"{dotted(path[1:])}: {mine.get(path, 'none')} and {theirs.get(path, 'none')}")
+        for path in dict.fromkeys([*first, *second]):  # in the order of the model
+            if first.get(path) != second.get(path):
+                differences.append(f"{dotted(path[1:])}: {first.get(path, 'none')} and {second.get(path, 'none')}")
         if differences:
             return "; ".join(differences[:4])
-        if self._graphdef != other._graphdef:
+        if self._graphdef != other_call._graphdef:
             return "their attributes or annotations differ."
         return ""
 
@@ -220,8 +220,8 @@ class Snapshot:
                 classes.setdefault(_outermost_unknown(path, known), []).append(plain_class(x).__name__)
         texts = []
         for path, names in classes.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            texts.append(f"{dotted(path[1:])}  {names[0]}{more}")
+            suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            texts.append(f"{dotted(path[1:])}  {names[0]}{suffix}")
         return texts
 
     def changed_state(self, live: Live, where: str) -> Variables:
@@ -242,6 +242,7 @@ class Snapshot:
         before = self.attributes[path]
         if before is x:
             return True
+        # With its type: 1, 1.0 and True are equal. Only of plain values, as `==` of a user's class may do anything.
         return type(before) is type(x) and isinstance(x, _PLAIN_VALUES) and before == x
 
 

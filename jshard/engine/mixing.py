@@ -199,10 +199,10 @@ def _warn_of_large(unit: Unit, model: str, over: str, key: ModelKey, records: Se
         return
     for record in large:
         _warned.add((key, record.where))
-    how = "mixes the examples of its batch, which sends data between the data shards:"
+    description = "mixes the examples of its batch, which sends data between the data shards:"
     if over == CONTEXT:
-        how = "looks beyond its part of a sequence, which sends data over the context axis:"
-    text = [f"{model} {how}", *_listed(large)]
+        description = "looks beyond its part of a sequence, which sends data over the context axis:"
+    text = [f"{model} {description}", *_listed(large)]
     operation = _opaque_operation(large)
     if operation is not None:
         text.append(

@@ -201,13 +201,15 @@ class NnxCall:
             results.form, result_leaves, empty_state, state_tree, argument_form, argument_leaves, written=()
         )
         values_before, values_after = self._written_values(before, written)
+        # `finish` reads them in this order. Written parameters are last, where `trace_call` looks for those that were
+        # only passed through.
         return result_arrays, [*state_arrays, *argument_arrays, *values_before, *values_after]
 
     def _live(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Live:
         unplanned, state = jax.tree.unflatten(self._state_tree, inputs[: self.num_state])
         planned = dict(zip(self._planned, params, strict=True))
-        others = iter(unplanned)
-        values = [planned[i] if i in planned else next(others) for i in range(len(self._parts.params))]
+        remaining = iter(unplanned)
+        values = [planned[i] if i in planned else next(remaining) for i in range(len(self._parts.params))]
         live = self._parts.put_together(values, state, inputs[self.num_state :])
         detach(live.module)  # of its annotated class, each method that it calls on itself would open a call
         for _, node in walk(live.graph):

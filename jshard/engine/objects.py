@@ -235,8 +235,8 @@ class Constant:
     value: np.ndarray
 
     # By identity: NumPy would compare the numbers one by one, and return an array.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.value is other.value
+    def __eq__(self, constant: object) -> bool:
+        return isinstance(constant, Constant) and self.value is constant.value
 
     def __hash__(self) -> int:
         return id(self.value)

@@ -61,7 +61,7 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
     jaxpr = jax.make_jaxpr(run)(*avals)
     num_results = len(call.program.jaxpr.out_avals)
     if call.returns_copies and execution.kept:
-        region.kept.append(Gathered(tuple(jaxpr.out_avals[num_results:]), execution.kept))
+        region.gathered.append(Gathered(tuple(jaxpr.out_avals[num_results:]), execution.kept))
     return Partition(jaxpr, tuple(execution.leaving))
 
 
@@ -162,11 +162,11 @@ class _Execution:
             self._warn_of_whole(p.products)
 
         # Behind the results, so that these keep their positions whatever was gathered.
-        kept = region.keeps(p, self._operands) if call.returns_copies else {}
-        self.kept = dict.fromkeys(kept, Crossing(None))
+        copies_kept = region.keeps(p, self._operands) if call.returns_copies else {}
+        self.kept = dict.fromkeys(copies_kept, Crossing(None))
         leaving = self._crossings_of_results(results)
-        leaving += [Crossing.of(v) for v in kept.values()]
-        values = [*results, *kept.values()]
+        leaving += [Crossing.of(v) for v in copies_kept.values()]
+        values = [*results, *copies_kept.values()]
         self._set_leaving(leaving, values)
         return [crossing.leave(v) for crossing, v in zip(leaving, values, strict=True)]
 
@@ -198,8 +198,14 @@ class _Execution:
         jaxpr = self._call.program.jaxpr
         if self._call.phase == BACKWARD:
             self._gather_after_cotangents(jaxpr, operands)
-        states: list[State] = [PARTIAL if target.is_own else target.state for target in self._targets]
-        shards = {i: state for i, state in enumerate(states) if isinstance(state, Shard)}
+        states: list[State] = []
+        shards: dict[int, Shard] = {}
+        for position, target in enumerate(self._targets):
+            # The gradient of a copy is summed later, with those of the other microbatches: `GatheredOnce.reduce`.
+            state = PARTIAL if target.is_own else target.state
+            states.append(state)
+            if isinstance(state, Shard):
+                shards[position] = state
         results = p.run_root(jaxpr.jaxpr, jaxpr.consts, operands, shards)
         # Before the gradients: the order in which the program is emitted is that in which collectives run.
         without_target = [p.materialize(p.reduce_partial(v)) for v in results[len(states) :]]

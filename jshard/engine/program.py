@@ -126,26 +126,26 @@ class Gradient:
         residuals, self._tree = jax.tree.flatten(vjp)
         return merged(self.is_float, float_outs, other_outs), residuals
 
-    def forward_keeping(self, which: Sequence[bool]) -> ClosedJaxpr:
+    def forward_with_copies(self, is_copied: Sequence[bool]) -> ClosedJaxpr:
         """Returns forward with some of the parameters as further results."""
-        results = [*self.forward.jaxpr.outvars, *picked(which, self._params)]
+        results = [*self.forward.jaxpr.outvars, *picked(is_copied, self._params)]
         return ClosedJaxpr(_compat.with_results(self.forward.jaxpr, results), self.forward.consts)
 
-    def backward_given(self, live: tuple[bool, ...], which: Sequence[bool]) -> ClosedJaxpr:
+    def backward_with_copies(self, live: tuple[bool, ...], is_copied: Sequence[bool]) -> ClosedJaxpr:
         """Returns backward, which takes some of the parameters from further operands, the last ones."""
         # The operands in front stay, for one order of operands in both forms; of these parameters only the type is
         # read.
         jaxpr = self.backward(live)
-        num_params = len(which)
-        num_given = sum(which)
+        num_params = len(is_copied)
+        num_copies = sum(is_copied)
 
         def backward(*operands: jax.Array) -> list[jax.Array]:
-            first_given = len(operands) - num_given
-            given = operands[first_given:]
-            params = merged(which, given, others(which, operands[:num_params]))
-            return evaluate_jaxpr(jaxpr, [*params, *operands[num_params:first_given]])
+            first_copy = len(operands) - num_copies
+            copies = operands[first_copy:]
+            params = merged(is_copied, copies, others(is_copied, operands[:num_params]))
+            return evaluate_jaxpr(jaxpr, [*params, *operands[num_params:first_copy]])
 
-        return jax.make_jaxpr(backward)(*abstract_all([*jaxpr.jaxpr.invars, *picked(which, self._params)]))
+        return jax.make_jaxpr(backward)(*abstract_all([*jaxpr.jaxpr.invars, *picked(is_copied, self._params)]))
 
     def backward(self, live: tuple[bool, ...]) -> ClosedJaxpr:
         """Returns the backward program.
@@ -169,9 +169,9 @@ class Gradient:
         """
 
         def tangents(
-            params: Sequence[jax.Array], kept: Sequence[jax.Array], tangents: Sequence[jax.Array]
+            params: Sequence[jax.Array], kept_values: Sequence[jax.Array], tangents: Sequence[jax.Array]
         ) -> list[jax.Array]:
-            vjp = jax.tree.unflatten(self._tree, self._residual_values(params, kept))
+            vjp = jax.tree.unflatten(self._tree, self._residual_values(params, kept_values))
             results = abstract_all(picked(self.is_float, self._outs))
             return _compat.tangents_of(vjp, tangents, results)
 
@@ -204,9 +204,9 @@ class Gradient:
         """Returns the backward program that takes all kept values."""
 
         def backward(
-            params: Sequence[jax.Array], kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+            params: Sequence[jax.Array], kept_values: Sequence[jax.Array], cotangents: Sequence[jax.Array]
         ) -> list[jax.Array]:
-            residuals = self._residual_values(params, kept)
+            residuals = self._residual_values(params, kept_values)
             zeros = [_zeros(atom) for atom in others(live, self._outs)]
             every_cotangent = merged(live, cotangents, zeros)
             (grads,) = jax.tree.unflatten(self._tree, residuals)(picked(self.is_float, every_cotangent))
@@ -215,11 +215,11 @@ class Gradient:
         outs = picked(live, self._outs)
         return jax.make_jaxpr(backward)(abstract_all(self._params), abstract_all(self.kept), abstract_all(outs))
 
-    def _residual_values(self, params: Sequence[jax.Array], kept: Sequence[jax.Array]) -> list[jax.Array]:
+    def _residual_values(self, params: Sequence[jax.Array], kept_values: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the values of all residuals; those that follow from the parameters alone are computed again."""
         env = dict(self._consts)
         env.update(zip(self._params, params, strict=True))
-        env.update(zip(self.kept, kept, strict=True))
+        env.update(zip(self.kept, kept_values, strict=True))
         for v in self._unused:
             env[v] = _zeros(v)  # nothing of a gradient reads them; `jax.vjp` takes all of its residuals
         return _evaluate(self._recomputed, env, self._residuals)

@@ -152,6 +152,7 @@ class Adjoint(abc.ABC):
 
     def takes(self, linear: Sequence[bool]) -> bool:
         """Returns whether the linear operands are all tangents and nothing else."""
+        # JAX may ask for the transpose with respect to some of the tangents. Backward is made for all of them together.
         num_tangents = sum(self.gradient.wrt)
         num_known = len(linear) - num_tangents
         return not any(linear[:num_known]) and all(linear[num_known:])
@@ -278,6 +279,7 @@ def transpose_rule(
     gradients = []
     for x, operand in zip(results, picked(linear, operands[:num_operands]), strict=True):
         gradients.append(placed_like(x, operand.aval))  # of an offloaded parameter: in host memory
+    # A copy has none: the parameter, which is an operand as well, has the gradient.
     no_gradients = [None] * (num_operands - len(gradients))
     return [*merged(linear, gradients, no_gradients), *[None] * len(copies)]
 

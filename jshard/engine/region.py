@@ -136,6 +136,7 @@ def _open_region(call: Call, unit: Unit) -> MethodResult:
         program,
         avals=tuple(types_of(operands)),
         operands=(*_params_entering(call, copies), *_inputs_entering(region, [*call.inputs, *consts])),
+        # Constants as well: a function without arguments closes over its examples.
         examples=frozenset(range(len(params) + call.num_state, len(operands))),
     )
     with inside_annotated_call(call):  # of an array that has leaked from an earlier trace

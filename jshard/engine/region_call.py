@@ -142,6 +142,8 @@ class RegionCall(ProgramCall):
         self, gradient: Gradient, avals: tuple[ShapedArray, ...], copied_results: frozenset[int]
     ) -> "RegionCall":
         """Returns the forward of a derivative: it returns the results, the residuals, then copies."""
+        # Under the name of the call itself: in a step, forward is run in its place, and a record of what the program
+        # sends replaces the earlier one of that name.
         part = self.part
         if part not in (FORWARD, BACKWARD):
             part = f"forward of {part}"
@@ -277,7 +279,7 @@ class RegionCall(ProgramCall):
             operands=tuple(operands),
             targets=self.targets if has_target else (),
             target_avals=self.target_avals if has_target else (),
-            adjoint=None,
+            adjoint=None,  # it is that of the program before it was mapped
         )
         return MappedRegionCall(call, is_mapped_result, self, is_mapped, has_target)
 
@@ -326,15 +328,15 @@ class MappedRegionCall(MappedCall):
         """Returns the results; gradients get the padding of their parameter."""
         if self.has_targets:
             return list(results)
-        left = list(results)
+        padded = list(results)
         targets = zip(self.before.targets, self.before.target_avals, self.is_mapped, strict=False)
         for i, (target, aval, is_mapped) in enumerate(targets):
             # In a map a gradient is with respect to a parameter, never to a copy gathered for all microbatches: the
             # copies are found by the arrays that they are of, and to differentiate an array makes another one.
             assert not resolved(target).is_own, "each device has its own gradient of a copy"
             shape = (*results[i].shape[:1], *aval.shape) if is_mapped else aval.shape
-            left[i] = _padded(results[i], shape)
-        return left
+            padded[i] = _padded(results[i], shape)
+        return padded
 
 
 def _positions_among(operands: Sequence[int], chosen: Collection[int], *, first: int = 0) -> frozenset[int]:

@@ -96,14 +96,14 @@ def _jvp(
     results, result_tangents = jvp_rule(all_primals, all_tangents, call=call, jaxpr=None)
     num_results = len(call.program.jaxpr.out_avals)
     is_used = used.results[:num_results]
-    left = picked(is_used, results[:num_results])
+    remaining = picked(is_used, results[:num_results])
     tangents_left = picked(is_used, result_tangents[:num_results])
     if any(used.results[num_results:]):
         # Copies are those of this program: the derivative's forward, which was made for all operands, may have others.
-        copies = region_p.bind(*primals, call=call, jaxpr=jaxpr, used=used)[len(left) :]
-        left += copies
+        copies = region_p.bind(*primals, call=call, jaxpr=jaxpr, used=used)[len(remaining) :]
+        remaining += copies
         tangents_left += zero_tangents(copies)
-    return left, tangents_left
+    return remaining, tangents_left
 
 
 def _transpose(
@@ -133,13 +133,13 @@ def _batch(
     num_results = len(call.program.jaxpr.out_avals)
     results, result_dims = batch_rule(used.all_operands(operands, _zeros), all_dims, call=call, jaxpr=None)
     is_used = used.results[:num_results]
-    left = picked(is_used, results[:num_results])
+    remaining = picked(is_used, results[:num_results])
     dims_left = picked(is_used, result_dims[:num_results])
     size = mapped_size(operands, dims)
-    for aval in jaxpr.out_avals[len(left) :] if jaxpr is not None else []:
-        left.append(jnp.zeros((size, *aval.shape), aval.dtype))  # mapped, it is not taken for a copy
+    for aval in jaxpr.out_avals[len(remaining) :] if jaxpr is not None else []:
+        remaining.append(jnp.zeros((size, *aval.shape), aval.dtype))  # mapped, it is not taken for a copy
         dims_left.append(0)
-    return left, dims_left
+    return remaining, dims_left
 
 
 def _zeros(aval: ShapedArray) -> jax.Array:

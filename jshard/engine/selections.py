@@ -13,36 +13,36 @@ T = TypeVar("T")
 # ---- by a mark for each entry
 
 
-def picked(which: Sequence[bool], xs: Sequence[T]) -> list[T]:
+def picked(marks: Sequence[bool], xs: Sequence[T]) -> list[T]:
     """The values that are marked."""
     # Strict, here and wherever lists are paired: a list of another length is of other operands, and cut to the shorter
     # one it would give wrong numbers instead of an error.
-    return [x for x, is_marked in zip(xs, which, strict=True) if is_marked]
+    return [x for x, is_marked in zip(xs, marks, strict=True) if is_marked]
 
 
-def others(which: Sequence[bool], xs: Sequence[T]) -> list[T]:
+def others(marks: Sequence[bool], xs: Sequence[T]) -> list[T]:
     """The values that are not marked."""
-    return [x for x, is_marked in zip(xs, which, strict=True) if not is_marked]
+    return [x for x, is_marked in zip(xs, marks, strict=True) if not is_marked]
 
 
-def merged(which: Sequence[bool], marked: Sequence[T], rest: Sequence[T]) -> list[T]:
+def merged(marks: Sequence[bool], marked: Sequence[T], rest: Sequence[T]) -> list[T]:
     """Marked and other values in one list again."""
     remaining_marked = iter(marked)
     remaining_rest = iter(rest)
     merged_values = []
-    for is_marked in which:
+    for is_marked in marks:
         merged_values.append(next(remaining_marked) if is_marked else next(remaining_rest))
     return merged_values
 
 
-def positions_of(which: Sequence[bool]) -> list[int]:
+def positions_of(marks: Sequence[bool]) -> list[int]:
     """The positions that are marked."""
-    return [position for position, is_marked in enumerate(which) if is_marked]
+    return [position for position, is_marked in enumerate(marks) if is_marked]
 
 
-def unmarked_at(positions: Collection[int], which: Sequence[bool]) -> tuple[bool, ...]:
+def unmarked_at(positions: Collection[int], marks: Sequence[bool]) -> tuple[bool, ...]:
     """The marks without those at some positions."""
-    return tuple(is_marked and position not in positions for position, is_marked in enumerate(which))
+    return tuple(is_marked and position not in positions for position, is_marked in enumerate(marks))
 
 
 # ---- by position

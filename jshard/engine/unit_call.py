@@ -166,7 +166,7 @@ class UnitCall(ProgramCall):
         num_results = len(adjoint.has_tangent)
         jaxpr = gradient.forward
         if adjoint.num_copies:
-            jaxpr = gradient.forward_keeping(self.is_own_param)
+            jaxpr = gradient.forward_with_copies(self.is_own_param)
         return dataclasses.replace(
             self,
             program=Program(gradient.forward, len(self.owners), remat=self.program.remat),
@@ -286,20 +286,20 @@ class UnitAdjoint(Adjoint):
     def _new_backward(self, live: tuple[bool, ...]) -> UnitCall:
         call = self.call
         gradient = self.gradient
-        own = call.is_own_param
+        num_params = len(call.owners)
         live_results = self.live_results(live)
         cotangent_dtypes = picked(live_results, call.out_dtypes[: len(live_results)])
-        first_cotangent = len(own) + len(gradient.kept)
+        first_cotangent = num_params + len(gradient.kept)
         taken = dict(enumerate(cotangent_dtypes, first_cotangent))
 
         program = _taking(gradient.backward(live_results), taken)
         jaxpr = program
         if self.num_copies:
-            jaxpr = _taking(gradient.backward_given(live_results, own), taken)
-        wrt = gradient.wrt[: len(own)]
-        stored = picked(wrt, self.stored_dtypes[: len(own)])
+            jaxpr = _taking(gradient.backward_with_copies(live_results, call.is_own_param), taken)
+        wrt = gradient.wrt[:num_params]
+        stored = picked(wrt, self.stored_dtypes[:num_params])
         return UnitCall(
-            Program(program, len(own)),
+            Program(program, num_params),
             jaxpr,
             call.owners,
             call.settings,
@@ -308,7 +308,7 @@ class UnitAdjoint(Adjoint):
             phase=BACKWARD,
             wrt=wrt,
             num_kept=self.num_copies,
-            constants=shifted(self.copied_residuals, len(own)),
+            constants=shifted(self.copied_residuals, num_params),
         )
 
 
@@ -427,5 +427,5 @@ def _with_unused(jaxpr: ClosedJaxpr, variables: Sequence[Var]) -> ClosedJaxpr:
     if not variables:
         return jaxpr
     unused = [Var(v.aval) for v in variables]
-    more = jaxpr.jaxpr.replace(invars=[*jaxpr.jaxpr.invars, *unused])
-    return ClosedJaxpr(more, jaxpr.consts)
+    with_unused = jaxpr.jaxpr.replace(invars=[*jaxpr.jaxpr.invars, *unused])
+    return ClosedJaxpr(with_unused, jaxpr.consts)

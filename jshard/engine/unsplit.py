@@ -227,10 +227,10 @@ def _warning(call: TracedCall, rows: Sequence[jax.ShapeDtypeStruct], work: _Work
     if unsplit:
         return [examples, *work.listed, *_why_arguments_are_whole(unsplit, call.batch, call.degree)]
 
-    whole = {product.place for product in call.products if product.is_whole}
+    whole_places = {product.place for product in call.products if product.is_whole}
     # All arguments are split, and some products still are not: those of parameters alone, or those that no rule
     # divides.
-    if call.products_of_examples().isdisjoint(whole):
+    if call.products_of_examples().isdisjoint(whole_places):
         why = f"They do not depend on the batch, so its {call.degree} parts do not divide them: {work.amounts}."
         do = "Apply the factors to the examples one by one, (x @ a) @ b; or compute the product once, outside the step."
         return [constants, *work.listed, why, do]
@@ -288,13 +288,13 @@ class _Dependence:
     products: set[ProductPlace]
 
 
-def _dependence(jaxpr: Jaxpr, depends: Sequence[bool], around: tuple[JaxprEqn, ...]) -> _Dependence:
+def _dependence(jaxpr: Jaxpr, depends: Sequence[bool], enclosing: tuple[JaxprEqn, ...]) -> _Dependence:
     """Follows a program.
 
     Args:
         jaxpr: the program.
         depends: for each operand, whether what depends on it is followed.
-        around: the equations that the program is inside of. They have the user's line where its own have none.
+        enclosing: the equations that the program is inside of. They have the user's line where its own have none.
     """
     dependent = set(picked(depends, jaxpr.invars))
 
@@ -307,8 +307,8 @@ def _dependence(jaxpr: Jaxpr, depends: Sequence[bool], around: tuple[JaxprEqn, .
         if not any(operands):
             continue
         if flops(eqn):
-            products.add((_first_place((eqn, *reversed(around))), shapes_of(eqn)))
-        programs = [_dependence_inside(inner, eqn, operands, around) for inner in jex.jaxprs_in_params(eqn.params)]
+            products.add((_first_place((eqn, *reversed(enclosing))), shapes_of(eqn)))
+        programs = [_dependence_inside(inner, eqn, operands, enclosing) for inner in jex.jaxprs_in_params(eqn.params)]
         for program in programs:
             products |= program.products
         dependent.update(_results_of_any(programs, eqn.outvars))
@@ -329,27 +329,29 @@ def _results_of_any(programs: Sequence[_Dependence], results: Sequence[jex.Var])
 
 
 def _dependence_inside(
-    program: Jaxpr | jex.ClosedJaxpr, eqn: JaxprEqn, operands: list[bool], around: tuple[JaxprEqn, ...]
+    program: Jaxpr | jex.ClosedJaxpr, eqn: JaxprEqn, operands: list[bool], enclosing: tuple[JaxprEqn, ...]
 ) -> _Dependence:
     """Follows a program of an equation; in a scan, until what it carries depends on no more."""
     jaxpr = program.jaxpr if isinstance(program, jex.ClosedJaxpr) else program
-    around = (*around, eqn)
+    enclosing = (*enclosing, eqn)
     num_operands = len(jaxpr.invars)
     # Each program of a while loop takes its own part of the operands: all of them are followed.
     if eqn.primitive.name == "while" or num_operands > len(operands):
-        return _dependence(jaxpr, [True] * num_operands, around)
-    inside = operands[len(operands) - num_operands :]  # a branch of a cond takes all but the index
+        return _dependence(jaxpr, [True] * num_operands, enclosing)
+    operands_inside = operands[len(operands) - num_operands :]  # a branch of a cond takes all but the index
     if eqn.primitive.name != "scan":
-        return _dependence(jaxpr, inside, around)
+        return _dependence(jaxpr, operands_inside, enclosing)
     num_consts, num_carry = _compat.scan_arguments(eqn)
-    carry = slice(num_consts, num_consts + num_carry)
     # It ends: what is carried only ever becomes dependent, and there are so many carried values.
     while True:
-        trip = _dependence(jaxpr, inside, around)
-        after_trip = [before or now for before, now in zip(inside[carry], trip.results[:num_carry], strict=True)]
-        if after_trip == inside[carry]:
+        trip = _dependence(jaxpr, operands_inside, enclosing)
+        has_changed = False
+        for position, is_dependent in enumerate(trip.results[:num_carry], num_consts):
+            if is_dependent and not operands_inside[position]:
+                operands_inside[position] = True  # by what the trip before has carried
+                has_changed = True
+        if not has_changed:
             return trip
-        inside[carry] = after_trip
 
 
 def _first_place(equations: Iterable[JaxprEqn]) -> str:
