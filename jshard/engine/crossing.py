@@ -200,7 +200,7 @@ class Region:
             if not isinstance(key, tuple):
                 continue
             path = key[0]
-            # What the modules of a list are tied by is gathered here, once for all of them, with the list's setting.
+            # Parameters tied between modules of a list are gathered here, once in each pass, with the list's setting.
             pieces = tied.get(path, root_setting)
             if pieces is False:
                 kept_values[key] = value

@@ -255,7 +255,7 @@ def _pushed_forward(
     return results, merged(pushforward.has_tangent, result_tangents, zeros)
 
 
-def zero_tangents(arrays: Sequence[jax.Array]) -> list[ad.Zero]:
+def zero_tangents(arrays: Sequence[jax.Array]) -> list[Tangent]:
     """Returns the tangents of arrays that do not depend on what is differentiated."""
     return [ad.Zero(aval.to_tangent_aval()) for aval in types_of(arrays)]
 
