@@ -29,6 +29,7 @@ def shared(program: Program, alike: list[Program]) -> tuple[Program, list[np.gen
     # One after another: `alike` has the programs of one class, method and number of equations, of which there are few.
     jaxpr, numbers = _without_key_data(program.jaxpr)
     for candidate in alike:
+        # What forward keeps depends on remat, which is no part of the equations.
         if candidate.remat == program.remat and are_equal(candidate.jaxpr, jaxpr):
             return candidate, numbers
     new = Program(jaxpr, program.num_params, remat=program.remat)

@@ -160,6 +160,7 @@ class _Derivative:
         out_dims = [state if isinstance(state, int) else None for state in self.body.outs]
         num_operands = sum(self.used)
         num_reused = num_operands + len(self.from_outs)
+        # In the order of the values that `forward` has returned, then the cotangents.
         in_dims = (
             *picked(self.used, self.body.ins),
             *at_positions(out_dims, self.from_outs.values()),
@@ -188,6 +189,7 @@ class _Derivative:
 
         # The gradient of an operand that all examples share is a sum over the shards, of which each has a part.
         grad_states = tuple(PARTIAL if dim is None else dim for dim in picked(self.operand_has_gradient, self.body.ins))
+        # Not the reused results: by the declaration they have a row for each example, on a shard as of the whole batch.
         from_forward = tuple(range(num_reused, len(values)))
         body = Body(run, in_dims, grad_states, f"the backward of {self.body.name}", from_forward)
         gradients = iter(differentiable(body)(*inputs))

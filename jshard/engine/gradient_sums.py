@@ -104,6 +104,7 @@ def _first_step(x: jax.Array, placement: Placement, mesh: Mesh) -> PartialSum:
     if x.size == 0:
         return part.after(x, part.axes)  # an empty gradient is its own sum
     if shard_dim(x, placement) is None:
+        # Nothing is summed yet. The second step sums it, in this dtype.
         return part.after(x.astype(placement.reduce_dtype), [])
     return part.after(reduce_scatter(x, placement, mesh), _scattered_axes(mesh))
 

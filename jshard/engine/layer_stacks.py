@@ -69,6 +69,7 @@ def as_traced(plan: ShardPlan) -> ShardPlan:
 
 def _with_layers(leaf: LeafPlan, stack: str) -> LeafPlan:
     belongs_to_root = leaf.owner == ()
+    # The layers of a unit are gathered by it, and those of a stack that the plan knows are counted already.
     if not stack or leaf.stack or not belongs_to_root:
         return leaf
     placement = leaf.placement
@@ -92,6 +93,7 @@ def _common_module(paths: Iterable[str]) -> str:
     """Returns the longest path of modules that all parameters are inside of; empty for the root."""
     modules = [path.split("/")[:-1] for path in paths]  # the last name is the parameter's own
     common: list[str] = []
+    # As far as the shortest path: a module that all are inside of is a part of it.
     for names in zip(*modules, strict=False):
         if len(set(names)) > 1:
             break

@@ -110,6 +110,8 @@ class MethodCall:
 
     def key(self) -> Hashable:
         """Returns a value that is equal for calls that run the same program on arrays of the same types."""
+        # Of an array only its place, as its type is compared with those of all operands. Any other leaf is part of the
+        # program: Python may branch on it.
         dynamic = {*self._array_positions, *self._object_positions}
         static = []
         for i, leaf in enumerate(self._leaves):

@@ -75,6 +75,7 @@ class Mixing:
 
 # ---- names in compiled programs
 
+# Reads what `scope_of` writes: a change of one needs the same change of the other.
 _SCOPE = re.compile(r"mixing\[([^\]|]*)\|([^\]|]*)\|([^\]|]*)\|(\d+)\|([^\]|]*)\|(\d+)\]")
 
 

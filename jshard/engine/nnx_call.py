@@ -291,6 +291,8 @@ class NnxCall:
         """Writes parameters that the call has changed, as Flax's WeightNorm does; outside the model in their places."""
         if not values:
             return
+        # Inside another call the variable is one of the copy that it runs on: that call finds it changed, and writes it
+        # back in turn.
         is_outermost = region_mesh() is None
         if is_outermost:
             self._check_written(values)

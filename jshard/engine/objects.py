@@ -159,6 +159,7 @@ def _is_simple(x: object) -> bool:
         return False
     if kind is types.SimpleNamespace:
         return True
+    # A new object is made by `__new__` of the class alone; one of the user's own may need arguments, or do more.
     makers = (object.__new__, dict.__new__, list.__new__)
     return kind.__new__ in makers and kind.__module__.partition(".")[0] not in LIBRARIES
 

@@ -195,6 +195,7 @@ def jvp_rule(
     num_operands = len(call.program.jaxpr.in_avals)
     wrt = _differentiated(primals[:num_operands], tangents[:num_operands], call.constants)
     if not any(wrt):
+        # The call as it is, without the residuals that the forward of a derivative would return.
         results = call.bind(primals)
         return results, zero_tangents(results)
 

@@ -41,6 +41,7 @@ def route(
     """Runs a method of a unit: as the region itself, as a unit inside it, or in global view."""
     unit = unit_of(module)
     assert unit is not None
+    # Asked first, because plain Flax is a global view, too.
     if in_plain_flax():
         return units.run_as_flax(module, method, args, kwargs, unit)
     if in_global_view():

@@ -249,6 +249,7 @@ class RegionCall(ProgramCall):
     def _result_crossing(self, position: int) -> AnyCrossing:
         if position < len(self.targets):
             return self.targets[position]
+        # How another result leaves is known once this call is partitioned, which a call that is transposed need not be.
         aval = self.program.jaxpr.out_avals[position]
         return _guessed(self.region, aval.shape)
 

@@ -39,6 +39,7 @@ class Used:
 
     def without(self, operands: Sequence[bool], results: Sequence[bool]) -> "Used":
         """Returns what is left where only some of the operands and results of the equation are used."""
+        # The new marks are of the operands that the equation still has; what it has lost before stays lost.
         operands_left = merged(self.operands, operands, [False] * self.operands.count(False))
         results_left = merged(self.results, results, [False] * self.results.count(False))
         return Used(tuple(operands_left), tuple(results_left), self.avals)

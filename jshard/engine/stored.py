@@ -47,6 +47,7 @@ def inner_dims(placement: Placement, ndim: int, *, gathered: bool = False) -> di
     for i, entry in enumerate(placement.spec):
         for axis in axes_of(entry):
             is_gathered = gathered and axis in placement.axes
+            # A row of a stack lacks the dims in front: it cannot be split along one of these.
             if axis in INNER_AXES and not is_gathered and i + num_stacked >= 0:
                 dims[axis] = i + num_stacked
     return dims

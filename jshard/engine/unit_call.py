@@ -171,8 +171,10 @@ class UnitCall(ProgramCall):
             self,
             program=Program(gradient.forward, len(self.owners), remat=self.program.remat),
             jaxpr=jaxpr,
+            # Only results are cast. Residuals and copies are what the program has, and backward takes them so.
             out_dtypes=(*self.out_dtypes[:num_results], *_dtypes(jaxpr.out_avals)[num_results:]),
             num_kept=adjoint.num_copies,
+            # Copies among the residuals have no tangent, as the parameter has it.
             constant_results=self.constant_results | shifted(adjoint.copied_residuals, num_results),
         )
 

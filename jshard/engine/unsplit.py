@@ -91,6 +91,7 @@ def batch_size(arrays: Sequence[jax.ShapeDtypeStruct], degree: int) -> int:
             candidates[size].num_elements += x.size
     if not candidates:
         return 0
+    # Dicts keep their order, so it is that of the first argument with a size that divides.
     first = next(iter(candidates))
 
     def rank(size: int) -> tuple[bool, int, int]:
@@ -188,6 +189,7 @@ class _Work:
 
     @property
     def is_worth_a_warning(self) -> bool:
+        # If they were split, each device would still compute its part of them.
         avoidable = self.whole_flops * (1 - 1 / self.degree)
         return avoidable >= max(WARNED_FLOPS, WARNED_PART * self.total_flops)
 
