@@ -222,6 +222,7 @@ class Region:
         # An equation has arrays alone, so copies are known by their types. Where two calls of the region have kept
         # different parameters of the same types, the copies are left, and the parameters gathered again.
         candidates = [gathered for gathered in self.gathered if gathered.avals == tuple(avals)]
+        # With their order, by which they are paired with the arrays behind the operands of a call.
         keys = {tuple(gathered.crossings) for gathered in candidates}
         if len(keys) != 1:
             return None

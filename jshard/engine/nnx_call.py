@@ -415,6 +415,7 @@ def _have_one_form(x: PyTree, y: PyTree) -> bool:
 
 def _as_stored(x: jax.Array, placement: Placement) -> jax.Array:
     padding = Padding.of(placement)
+    # An array of another shape has its padding already.
     if padding is None or x.shape != placement.shape:
         return x
     return padding.pad(x)

@@ -404,6 +404,7 @@ def assign(old: Leaf, new: Leaf) -> Leaf:
 
 def _assign_attributes(old: object, new_attributes: Mapping[str, object]) -> None:
     old_attributes = attributes(old)
+    # Past `__delattr__` of the class, as `_set_attribute` stores past `__setattr__`: those of a frozen dataclass raise.
     for name in old_attributes.keys() - new_attributes.keys():
         object.__delattr__(old, name)
     for name, value in new_attributes.items():
@@ -412,6 +413,7 @@ def _assign_attributes(old: object, new_attributes: Mapping[str, object]) -> Non
 
 def _assigned_tuple(old: tuple, new: tuple) -> tuple:
     """Assigns the items of a tuple; returns the old one if they are all the same objects."""
+    # Of all new items: where the old tuple is shorter, there is nothing to change in place.
     values = [assign(old_item, new_item) for old_item, new_item in itertools.zip_longest(old[: len(new)], new)]
     if are_identical(old, values):
         return old

@@ -198,6 +198,7 @@ class Gradient:
         is_needed = used[first:last]
         self._unused = others(is_needed, self.kept)
         self.kept = picked(is_needed, self.kept)
+        # It takes what is kept now, so it is the backward of these cotangents, and need not be traced again.
         self._backwards[live] = closed
 
     def _traced_backward(self, live: tuple[bool, ...]) -> ClosedJaxpr:
