@@ -163,7 +163,7 @@ class _Execution:
 
         # Behind the results, so that these keep their positions whatever was gathered.
         copies_kept = region.keeps(p, self._operands) if call.returns_copies else {}
-        # Only their number counts here: `_set_leaving` says how each leaves, with inner axes once more for each axis.
+        # Only the keys count here: `_set_leaving` says how each leaves, with inner axes once more for each axis.
         self.kept = dict.fromkeys(copies_kept, Crossing(None))
         leaving = self._crossings_of_results(results)
         leaving += [Crossing.of(v) for v in copies_kept.values()]
