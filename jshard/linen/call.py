@@ -20,8 +20,8 @@ from flax.linen.transforms import get_module_scopes, set_module_scopes
 from jshard import _compat
 from jshard._types import PyTree, TreeDef
 from jshard.engine import border
-from jshard.engine.context import guard
-from jshard.engine.program import merged, others, picked
+from jshard.engine.context import PaddedParameter, guard
+from jshard.engine.selections import merged, others, picked
 from jshard.errors import CallError
 from jshard.linen.boxes import Padded, is_padded, padding_in
 from jshard.linen.layout import Layout
@@ -279,7 +279,7 @@ class LinenCall:
             for i, box in enumerate(self._boxes):
                 if isinstance(box, Padded):
                     form = f"{box.value.dtype}{list(box.shape)}, stored {list(box.value.shape)}"
-                    padded[i] = (f"{kind}: {self.names[i]}  {form}", self.optimizer)
+                    padded[i] = PaddedParameter(f"{kind}: {self.names[i]}  {form}", self.optimizer)
         return guard(values, padded)
 
     def store(self) -> None:
