@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._types import PyTree
 from jshard.checkpoint.converting import Leaf
@@ -65,7 +65,9 @@ class NamedLiveState(LiveState):
         spec = _permuted_spec(array, shape, origin)
         if spec is None:
             spec = _default_spec(leaf, array.sharding)
-        sharding = NamedSharding(array.sharding.mesh, spec)
+        mesh = array.sharding.mesh
+        assert isinstance(mesh, Mesh), "the arrays are on devices"
+        sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, self.casts.get(path, array.dtype), sharding=sharding)
 
 
