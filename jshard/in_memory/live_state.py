@@ -200,7 +200,7 @@ class StateOfOneProcess(_InMemory):
         """See `Opened.read`; every process reads the same leaves in the same order."""
         leaf = self.leaves[name]
         dtype = np.dtype(leaf.dtype)
-        # As bytes: JAX has no numbers of 64 bits, unless it is told to.
+        # As bytes: without `jax_enable_x64`, JAX has no numbers of 64 bits.
         shape = (*leaf.shape, dtype.itemsize)
         read = None
         if self._opened is not None:
