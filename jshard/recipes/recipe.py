@@ -99,6 +99,10 @@ class Recipe:
         checkpoint_every: steps between two checkpoints; one always follows the last step.
         keep_checkpoints: number of checkpoints to keep; older ones are deleted.
         seed: seed of the parameters, of dropout and of the sample order.
+        ema_decay: decay of an exponential moving average of the weights, which is evaluated, too; None for no average.
+        ema_dtype: dtype of the averages; None for that of each weight.
+        ema_start_step: steps after which the average begins; until then it is the weights themselves.
+        ema_warmup: whether the n-th update of the average keeps at most (1 + n) / (10 + n) of it.
 
     A subclass may add settings and override `schedule` and `optimizer`.
     """
@@ -120,6 +124,10 @@ class Recipe:
     checkpoint_every: int = 1000
     keep_checkpoints: int = 3
     seed: int = 0
+    ema_decay: float | None = None
+    ema_dtype: str | None = "float32"
+    ema_start_step: int = 0
+    ema_warmup: bool = True
 
     def schedule(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step."""
@@ -171,9 +179,11 @@ _LEAST = {
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
     "seed": 0,
+    "ema_start_step": 0,
 }
 _MOST = 2**63 - 1
 LOSS_SCALES = ("auto", "dynamic", "none")
+_EMA_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 _SEEDS = 2**32  # the seeds that grain takes
 
 
@@ -296,6 +306,17 @@ def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
         yield _InvalidValue("loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto")
     if not _is_finite(recipe.learning_rate):
         yield _InvalidValue("learning_rate", "learning_rate must be a finite number, 0 or more.", 1e-3)
+    yield from _invalid_average(recipe)
+
+
+def _invalid_average(recipe: Recipe) -> Iterator[_InvalidValue]:
+    """Yields the settings of the average of the weights whose values are invalid."""
+    decay = recipe.ema_decay
+    if decay is not None and not (_is_finite(decay) and 0 < decay < 1):
+        yield _InvalidValue("ema_decay", "ema_decay must be between 0 and 1, without both; none for no average.", 0.999)
+    if recipe.ema_dtype not in _EMA_DTYPES:
+        names = ", ".join(str(dtype).lower() for dtype in _EMA_DTYPES)
+        yield _InvalidValue("ema_dtype", f"ema_dtype must be one of {names}.", "float32")
 
 
 def _conflicts(recipe: Recipe) -> Iterator[_InvalidValue]:

@@ -26,10 +26,10 @@ from jshard.errors import FourPartError, RunError
 from jshard.inspect.audit import audit
 from jshard.launch import StopSignal, phases
 from jshard.plans.plan import plan
-from jshard.recipes.building import batch_like
+from jshard.recipes.building import RunState, batch_like
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
-from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, peak_bytes, used_bytes
+from jshard.recipes.step import AveragedModel, EvalStep, Mfu, TrainStep, device_peak, peak_bytes, used_bytes
 from jshard.train.evaluation import evaluate
 from jshard.train.first_loss import explained
 from jshard.train.hooks import CheckpointHook, EvaluationHook, PeriodicHook
@@ -103,39 +103,41 @@ class TrainingRun:
 
     def _train(self, loader: Loader, eval_loader: Loader) -> tuple[nnx.Module, Fitted]:
         """Restores or creates the state, and does the steps that are left; returns the model after the last one."""
-        model, optimizer, start_step = self.checkpoints.state(self.options.init_from)
-        self._say_loss_scale(optimizer)
+        state = self.checkpoints.state(self.options.init_from)
+        start_step = state.step
+        self._say_loss_scale(state.optimizer)
         # Nothing is compiled, and no start is recorded.
         if start_step >= self.recipe.num_steps:
             self._say_nothing_is_left(start_step)
-            return model, Fitted(start_step)
+            return state.model, Fitted(start_step)
         # Before the step is compiled, which takes long: a service may refuse the run.
         trackers = self._open_trackers(start_step)
         with contextlib.ExitStack() as on_failure:
             for tracker in trackers:
                 on_failure.callback(tracker.close)
-            step = self._compiled_step(model, optimizer, start_step)
+            step = self._compiled_step(state)
             on_failure.pop_all()
         # The step owns their arrays, and reuses the memory for its results.
-        del model, optimizer
+        del state
         fitted = self._fit(step, start_step, loader, eval_loader, trackers)
         return step.model, fitted
 
-    def _compiled_step(self, model: nnx.Module, optimizer: nnx.Optimizer, start_step: int) -> TrainStep:
+    def _compiled_step(self, state: RunState) -> TrainStep:
         """Compiles the step, and compares it with the plan that is expected of it."""
         # Now, with all checks passed: a request that was refused leaves no start in the record.
-        self.folder.started(step=start_step, mesh=self.options.mesh)
+        self.folder.started(step=state.step, mesh=self.options.mesh)
         self._say_attempts()
         self.checkpoints.is_begun = True
         batch = batch_like(self.options.data, self.recipe.batch_size, self.options.mesh)
         with self._at_work("compiling the step"):
             step = TrainStep(
                 self.model_file.loss_fn,
-                model,
-                optimizer,
+                state.model,
+                state.optimizer,
                 batch,
                 accumulate=self.recipe.accumulate,
                 learning_rate=self.recipe.recorded_rate,
+                ema=state.ema,
                 compiler_options=self.options.compiler_options,
             )
         if self.options.expect is not None:
@@ -156,7 +158,7 @@ class TrainingRun:
         eval_batch = batch_like(self.options.data, eval_loader.batch_size, self.options.mesh)
         # Before the first step: a fault in it ends the run now, and not after hours.
         with self._at_work("compiling the evaluation"):
-            eval_step = EvalStep(self.model_file.loss_fn, step, eval_batch)
+            evaluations = self._evaluations(step, eval_batch)
         tracker, print_line = self._open_record(step, start_step, trackers)
         start_sample = self.folder.samples_before(start_step)
         profile = self._profile(step, start_step, print_line)
@@ -170,7 +172,7 @@ class TrainingRun:
                     batches,
                     num_steps=self.recipe.num_steps,
                     start_step=start_step,
-                    hooks=self._hooks(step, eval_step, eval_loader),
+                    hooks=self._hooks(step, evaluations, eval_loader),
                     tracker=tracker,
                     meter=self._meter(step, start_step, start_sample),
                     stop=self.stop,
@@ -188,7 +190,18 @@ class TrainingRun:
             if tracker is not None:
                 tracker.close_needed()  # ends the progress line: what follows is printed below it
 
-    def _hooks(self, step: TrainStep, eval_step: EvalStep, eval_loader: Loader) -> list[PeriodicHook]:
+    def _evaluations(self, step: TrainStep, batch: PyTree) -> list[_Evaluation]:
+        """Compiles the evaluations of the weights and, if the run has one, of their average."""
+        eval_step = EvalStep(self.model_file.loss_fn, step, batch)
+        evaluations = [_Evaluation("", step, eval_step)]
+        if step.ema is not None:
+            averaged = AveragedModel(step)
+            if _dtypes(averaged) != _dtypes(step):  # else the same program takes the averages
+                eval_step = EvalStep(self.model_file.loss_fn, averaged, batch)
+            evaluations.append(_Evaluation("ema_", averaged, eval_step))
+        return evaluations
+
+    def _hooks(self, step: TrainStep, evaluations: Sequence[_Evaluation], eval_loader: Loader) -> list[PeriodicHook]:
         """Returns what is done between steps, in this order.
 
         The evaluation is first: a run that continues from a copy or a checkpoint finds its result in the record.
@@ -196,7 +209,11 @@ class TrainingRun:
         recipe = self.recipe
 
         def run_evaluation(done: int) -> dict[str, float]:
-            scalars = evaluate(step, eval_step, eval_loader.held_out(recipe.eval_sequences))
+            scalars: dict[str, float] = {}
+            for evaluation in evaluations:
+                batches = eval_loader.held_out(recipe.eval_sequences)
+                means = evaluate(evaluation.model, evaluation.eval_step, batches)
+                scalars |= {f"{evaluation.prefix}{name}": value for name, value in means.items()}
             self.checkpoints.record_val_loss(done, scalars["loss"])
             return scalars
 
@@ -369,6 +386,25 @@ class TrainingRun:
     @property
     def _devices(self) -> list[Any]:
         return list(self.options.mesh.devices.flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """What is evaluated: the weights of a step, or their average.
+
+    Attributes:
+        prefix: of the names of its results.
+        model: with the arrays after the last step.
+        eval_step: the compiled loss.
+    """
+
+    prefix: str
+    model: TrainStep | AveragedModel
+    eval_step: EvalStep
+
+
+def _dtypes(model: TrainStep | AveragedModel) -> list[object]:
+    return [leaf.dtype for leaf in model.model_leaves]
 
 
 class _TimedLines(Jsonl):
