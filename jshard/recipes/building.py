@@ -39,7 +39,7 @@ from jshard.linen.parameters import PARAMS
 from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.plan import plan
 from jshard.plans.units import dotted
-from jshard.recipes.ema import Ema, ema_of
+from jshard.recipes.ema import WEIGHTS, Ema, ema_of
 from jshard.recipes.hf_config import unchecked_names
 from jshard.recipes.linen_model import Initialising, LinenModel
 from jshard.recipes.model_file import LossFn, ModelFile, ModelFileError, check_is_text, next_token_loss
@@ -259,6 +259,21 @@ def restore(
     return RunState.of(checkpoints.restore(like, step, fall_back=True))
 
 
+AVERAGES = f"ema/{WEIGHTS}"
+"""The path of the averages in a checkpoint of a run; below it they have the names of their weights."""
+
+
+def check_has_average(place: Place) -> None:
+    """Raises a `CheckpointError` for a checkpoint without averages of the weights."""
+    if not has_average(place):
+        raise CheckpointError(
+            "The run has no average of the weights.",
+            where=f"{place}: {AVERAGES}",
+            why="its newest checkpoint was saved with ema_decay=none.",
+            do="--weights model  # or train with an average: --set ema_decay=0.999",
+        )
+
+
 def _stores_average(checkpoints: checkpoint.Checkpointer, step: int | None) -> bool:
     """Returns whether the newest checkpoint that can be read has averages of the weights."""
     for stored in reversed(checkpoints.steps()):
@@ -271,7 +286,7 @@ def _stores_average(checkpoints: checkpoint.Checkpointer, step: int | None) -> b
 
 def has_average(place: Place) -> bool:
     """Returns whether a checkpoint has averages of the weights."""
-    return any(path.startswith("ema/") for path in own_checkpoint(place, verify=False).leaves)
+    return any(path.startswith(f"{AVERAGES}/") for path in own_checkpoint(place, verify=False).leaves)
 
 
 def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[str, object]:

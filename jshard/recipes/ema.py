@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,6 +75,19 @@ class Ema(nnx.Module):
         self.weights = nnx.data(nnx.from_flat_state(weights))
         zero: Any = jax.ShapeDtypeStruct((), jnp.uint32) if is_abstract else jnp.zeros((), jnp.uint32)
         self.count = nnx.Variable(zero)
+
+    def copy_to(self, model: nnx.Module) -> None:
+        """Writes the averages into a model as its weights, in their dtypes, and frees those that it had.
+
+        Args:
+            model: of the same structure, with arrays.
+        """
+        current = dict(nnx.to_flat_state(nnx.state(model)))
+        for path, average in nnx.to_flat_state(self.weights):
+            weight = current.pop(path)
+            value = jax.tree.map(_converted_like, average.get_raw_value(), weight.get_raw_value())
+            with padding_kept():
+                nnx.update(model, nnx.from_flat_state([(path, weight.replace(value))]))
 
     def update(self, model: nnx.Module, step: jax.Array) -> None:
         """Moves the averages towards the weights.
@@ -152,6 +166,16 @@ def _converted(leaves: Sequence[Value], dtype: jax.typing.DTypeLike | None) -> l
         is_placed = isinstance(leaf.sharding, NamedSharding)
         shardings.append(_compat.asked_of_results(leaf.sharding) if is_placed else None)
     return jax.jit(convert, out_shardings=shardings)(list(leaves))
+
+
+def _converted_like(average: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns an average in the dtype and in the memory of its weight."""
+    return jax.device_put(_cast(average, weight.dtype), weight.sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return to_device(x).astype(dtype)
 
 
 def _average_dtype(leaf: Value, dtype: jax.typing.DTypeLike | None) -> jnp.dtype:

@@ -1,9 +1,9 @@
 from jshard.launch.stop_signal import StopSignal as StopSignal
+from jshard.recipes.ema import Ema as Ema
 from jshard.recipes.model_file import Batch as Batch
 from jshard.recipes.model_file import ModelFile as ModelFile
 from jshard.recipes.model_file import load_model_file as load_model_file
 from jshard.recipes.recipe import Recipe as Recipe
-from jshard.recipes.ema import Ema as Ema
 from jshard.recipes.step import AveragedModel as AveragedModel
 from jshard.recipes.step import EvalStep as EvalStep
 from jshard.recipes.step import TrainStep as TrainStep

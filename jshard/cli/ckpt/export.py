@@ -17,13 +17,14 @@ from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.part import Part, part_of
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.verifying import verify
-from jshard.cli._arguments import parse
+from jshard.cli._arguments import Weights, parse
 from jshard.cli._output import remark
 from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json, progress
 from jshard.cli.ckpt._model import Model, ModelArgs, other_model
 from jshard.errors import RunError, ShardingError
 from jshard.inspect.tables import show
+from jshard.recipes.building import AVERAGES, check_has_average
 from jshard.train.run_folder import RunFolder
 from jshard.train.trust import UntrustedError
 
@@ -46,6 +47,9 @@ class ExportArgs(ModelArgs):
     """Format of the files. In dcp, names have dots between the keys, and numbers and strings are also written."""
     part: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = "model"
     """The part of the state: a prefix of the paths, which is removed from the names."""
+    weights: Weights = "model"
+    """Which weights: those of the last step (model), or their exponential moving average (ema) in its own dtype, if the
+    run has one."""
     extra: Literal["error", "ignore"] = "error"
     """What to do with leaves of that part that the model lacks, such as more layers: refuse, or leave them out."""
     max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
@@ -75,12 +79,17 @@ def run(argv: Sequence[str]) -> int:
     checkpoint = own_checkpoint(checkpoint_at(args.path))
     if not args.no_verify:
         _check_good(checkpoint)
+    preferred = None
+    if args.weights == "ema":
+        _check_average(args)
+        check_has_average(checkpoint.path)
+        preferred = AVERAGES
     source: ArraySource  # reads arrays when they are written: they need not fit into memory together
     if model is None:
-        source = part_of(checkpoint, args.part)
+        source = part_of(checkpoint, args.part, preferred=preferred)
     else:
         names = model.names()
-        source = _named(part_of(checkpoint, args.part, names=names), names, args)
+        source = _named(part_of(checkpoint, args.part, names=names, preferred=preferred), names, args)
     num_bytes = sum(leaf.nbytes for leaf in source.leaves.values())
     with progress("export", num_bytes) as note_written:
         files = _write(args, source, checkpoint, model, note_written)
@@ -112,6 +121,16 @@ def _write(
         beside={} if model is None else model.companion_files(),
         on_written=on_written,
     )
+
+
+def _check_average(args: ExportArgs) -> None:
+    if args.part != "model":
+        raise ShardingError(
+            "Only a model has an average of its weights.",
+            where=f"--weights ema --part {args.part}",
+            why="the averages take the places of the weights in the part called model.",
+            do="leave out --part; or --weights.",
+        )
 
 
 def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Value]:
