@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -103,6 +103,12 @@ class Recipe:
         ema_dtype: dtype of the averages; None for that of each weight.
         ema_start_step: steps after which the average begins; until then it is the weights themselves.
         ema_warmup: whether the n-th update of the average keeps at most (1 + n) / (10 + n) of it.
+        monitor: the metric of the evaluations by which the run ends early and keeps its best checkpoints.
+        monitor_mode: "min" if lower values of it are better, "max" if higher ones are.
+        patience: evaluations without an improvement after which the run ends; None: it does all its steps.
+        min_delta: by how much the metric must be better to count as an improvement.
+        keep_best: number of checkpoints to keep beside the newest, those with the best values; each is saved after its
+            evaluation.
 
     A subclass may add settings and override `schedule` and `optimizer`.
     """
@@ -128,6 +134,11 @@ class Recipe:
     ema_dtype: str | None = "float32"
     ema_start_step: int = 0
     ema_warmup: bool = True
+    monitor: str = "val_loss"
+    monitor_mode: Literal["min", "max"] = "min"
+    patience: int | None = None
+    min_delta: float = 0.0
+    keep_best: int = 0
 
     def schedule(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step."""
@@ -180,9 +191,13 @@ _LEAST = {
     "keep_checkpoints": 1,
     "seed": 0,
     "ema_start_step": 0,
+    "patience": 1,
+    "keep_best": 0,
 }
+_MAY_BE_NONE = ("patience",)
 _MOST = 2**63 - 1
 LOSS_SCALES = ("auto", "dynamic", "none")
+_MODES = ("min", "max")
 _EMA_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 _SEEDS = 2**32  # the seeds that grain takes
 
@@ -291,7 +306,9 @@ def _check_rows(recipe: Recipe, mesh: AnyMesh) -> None:
 def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
     """Yields the settings whose values are invalid alone."""
     for key, least in _LEAST.items():
-        value = getattr(recipe, key)
+        value = cast(Any, getattr(recipe, key))
+        if value is None and key in _MAY_BE_NONE:
+            continue
         # `Integral` has NumPy's integers, too, and True, which is no number of steps.
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             is_whole = isinstance(value, float) and value.is_integer()
@@ -306,6 +323,10 @@ def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
         yield _InvalidValue("loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto")
     if not _is_finite(recipe.learning_rate):
         yield _InvalidValue("learning_rate", "learning_rate must be a finite number, 0 or more.", 1e-3)
+    if recipe.monitor_mode not in _MODES:
+        yield _InvalidValue("monitor_mode", f"monitor_mode must be one of {', '.join(_MODES)}.", "min")
+    if not _is_finite(recipe.min_delta):
+        yield _InvalidValue("min_delta", "min_delta must be a finite number, 0 or more.", 0.0)
     yield from _invalid_average(recipe)
 
 

@@ -398,6 +398,17 @@ class EvalStep:
         return self._program(list(leaves), batch)
 
 
+def metric_names(loss_fn: LossFn, model: nnx.Module, batch: PyTree) -> list[str]:
+    """Returns the names of the scalars of an evaluation, "loss" first; model and batch may be abstract."""
+    graphdef, state = nnx.split(inference_view(model))
+
+    def names_of(state: nnx.State, batch: PyTree) -> dict[str, jax.Array]:
+        _, metrics = with_metrics(loss_fn)(nnx.merge(graphdef, state), batch)
+        return {name: mean_of(metric) for name, metric in metrics.items()}
+
+    return ["loss", *jax.eval_shape(names_of, state, batch)]
+
+
 def _in_dtype_of(x: jax.Array, like: Any) -> jax.Array:
     dtype = getattr(like, "dtype", x.dtype)  # a number of Python has none
     if x.dtype == dtype:

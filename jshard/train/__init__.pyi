@@ -13,6 +13,8 @@ from jshard.train.hooks import CheckpointHook as CheckpointHook
 from jshard.train.hooks import EvaluationHook as EvaluationHook
 from jshard.train.hooks import PeriodicHook as PeriodicHook
 from jshard.train.loop import fit as fit
+from jshard.train.monitoring import EarlyStopping as EarlyStopping
+from jshard.train.monitoring import Monitor as Monitor
 from jshard.train.progress import Meter as Meter
 from jshard.train.progress import Progress as Progress
 from jshard.train.records import Tracker as Tracker

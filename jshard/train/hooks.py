@@ -58,11 +58,14 @@ class EvaluationHook(PeriodicHook):
 
     Attributes:
         run: returns scalars by name, with a "loss", as `evaluate` does.
+        until: receives the step and these scalars under the names of the record, and returns why the run ends now, or
+            None: see `EarlyStopping`. With several processes, the results of the first one count.
     """
 
     phase: ClassVar[str] = phases.EVALUATION
 
     run: Callable[[int], Mapping[str, float]]
+    until: Callable[[int, Mapping[str, float]], str | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,13 @@ class CheckpointHook(PeriodicHook):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BestCheckpointHook(PeriodicHook):
+    """Saves the state after an evaluation if that was one of the best."""
+
+    phase: ClassVar[str] = phases.SAVE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryCopyHook(PeriodicHook):
     """Copies the state to memory. Does not run after the last step, as no step follows that could be lost."""
 
@@ -88,6 +98,11 @@ class MemoryCopyHook(PeriodicHook):
         """Returns whether it runs after this step."""
         # The base class runs after the last step in any case.
         return step < last and super().is_due(step, last)
+
+
+def at_early_end(hooks: Sequence[PeriodicHook], done: Sequence[PeriodicHook], step: int) -> list[PeriodicHook]:
+    """Returns the hooks to run after a step that has become the last one, except those that have run."""
+    return [hook for hook in hooks if hook not in done and hook.is_due(step, step)]
 
 
 def at_stop(hooks: Sequence[PeriodicHook], due: Sequence[PeriodicHook]) -> list[PeriodicHook]:

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
+from jshard._processes import exchange
 from jshard._types import PyTree
 from jshard.errors import RunError
 from jshard.launch import StopSignal, note, phases, set_phase, step_done
 from jshard.recipes.step import Scalars, TrainStep
 from jshard.train.device_batches import to_devices
-from jshard.train.hooks import EvaluationHook, PeriodicHook, at_stop
+from jshard.train.hooks import EvaluationHook, PeriodicHook, at_early_end, at_stop
 from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
 from jshard.train.stop_consensus import StopConsensus
@@ -40,11 +41,13 @@ class Fitted:
         step: the last completed step.
         val_loss: that of the last evaluation; None without one.
         stopped_by: the signal that ended the run early.
+        stopped_early: why an evaluation ended the run, see `EarlyStopping`.
     """
 
     step: int
     val_loss: float | None = None
     stopped_by: signal.Signals | None = None
+    stopped_early: str | None = None
 
 
 def fit(
@@ -60,7 +63,7 @@ def fit(
     profile: StepProfile | None = None,
     first_loss: FirstLoss | None = None,
 ) -> Fitted:
-    """Trains until `num_steps` steps are done or a stop is requested.
+    """Trains until `num_steps` steps are done, an evaluation ends the run, or a stop is requested.
 
     Args:
         step: the compiled step, which holds the state.
@@ -129,6 +132,7 @@ class _Loop:
     Attributes:
         in_flight: the oldest first.
         stopped_by: the signal that ends the run, once the processes have agreed on it.
+        stopped_early: why an evaluation ends the run.
         val_loss: that of the last evaluation.
         saved_step: the step of the last save.
         is_updated: whether a step had a finite loss and finite gradients.
@@ -146,6 +150,7 @@ class _Loop:
     consensus: StopConsensus
     in_flight: collections.deque[_StepInFlight] = dataclasses.field(default_factory=collections.deque)
     stopped_by: signal.Signals | None = None
+    stopped_early: str | None = None
     val_loss: float | None = None
     saved_step: int = 0
     is_updated: bool = False
@@ -162,7 +167,7 @@ class _Loop:
     def _train(self, batches: Iterator[PyTree]) -> Fitted:
         done = self.start_step
         self.saved_step = done
-        while done < self.num_steps and self.stopped_by is None:
+        while done < self.num_steps and self.stopped_by is None and self.stopped_early is None:
             set_phase(phases.DATA)
             with self.consensus.waiting("data"):
                 batch = self._next_batch(batches, done)
@@ -184,7 +189,7 @@ class _Loop:
         self._read_scalars(until_in_flight=0)
         if self.stopped_by is None:  # requested during the last evaluation or save: there may be no time for more
             self._agree_to_stop(done, is_idle=True)
-        return Fitted(done, self.val_loss, self.stopped_by)
+        return Fitted(done, self.val_loss, self.stopped_by, self.stopped_early)
 
     def _next_batch(self, batches: Iterator[PyTree], done: int) -> PyTree:
         """Returns the next batch; None after the last one."""
@@ -256,6 +261,10 @@ class _Loop:
         self._read_scalars(until_in_flight=0)
         for hook in due:
             self._run_hook(hook, step)
+        if self.stopped_early is not None:
+            # The step has become the last one.
+            for hook in at_early_end(self.hooks, due, step):
+                self._run_hook(hook, step)
         if any(not hook.is_part_of_step for hook in due):
             self.meter.pause()
 
@@ -280,6 +289,7 @@ class _Loop:
             self.val_loss = scalars["val_loss"]
             set_phase(phases.OTHER)  # a tracker may take long, and that is no evaluation
             self._track(step, scalars)
+            self._end_after(hook, step, scalars)
             return
         if hook.phase == phases.SAVE:
             with self.consensus.waiting("save"):
@@ -289,6 +299,15 @@ class _Loop:
         set_phase(phases.OTHER)
         if hook.runs_at_stop:
             self.saved_step = step
+
+    def _end_after(self, hook: EvaluationHook, step: int, scalars: Mapping[str, float]) -> None:
+        """Asks a hook whether the run ends after its evaluation."""
+        if hook.until is None:
+            return
+        # Of one process: a hook of the user may evaluate other samples in each, and all must decide the same.
+        if not self.consensus.alone:
+            scalars = exchange("results of the evaluation", dict(scalars))[0]
+        self.stopped_early = hook.until(step, scalars)
 
     def _check_finite(self, step: _StepInFlight, scalars: Mapping[str, float]) -> None:
         """Raises an error if the step has spoiled the parameters, or would have."""

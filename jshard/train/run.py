@@ -18,14 +18,15 @@ from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
 from jshard.errors import ShardingError
 from jshard.launch import StopSignal
-from jshard.recipes.building import abstract_state, batch_like, check_source
+from jshard.recipes.building import abstract_model, abstract_state, batch_like, check_source
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.step import EvalStep, HeldModel
+from jshard.recipes.step import EvalStep, HeldModel, metric_names
 from jshard.train import trackers
 from jshard.train.compile_cache import keep_programs
 from jshard.train.evaluation import evaluate
 from jshard.train.memory_copies import MemoryCopies
+from jshard.train.monitoring import monitor_of
 from jshard.train.progress import check_profile
 from jshard.train.records import Tracker
 from jshard.train.run_checkpoints import RunCheckpoints
@@ -64,6 +65,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
     loader = _loader(options.data, recipe, recipe.batch_size, options.mesh, options.workers)
     # Of the size of a microbatch, for which the step has memory.
     eval_loader = _loader(options.data, recipe, recipe.batch_size // recipe.accumulate, options.mesh)
+    _check_monitor(model_file, recipe, options, eval_loader.batch_size)
     _check_initial_parameters(model_file, recipe, options)
     # Before the folder is opened: it refuses a machine without room for the copies.
     copies = None
@@ -119,6 +121,16 @@ def _check_request(recipe: Recipe, options: RunOptions) -> None:
     check_vocabulary(recipe, options.data.tokenizer)
     if options.expect is not None:
         options.expect.check_request(recipe, options.mesh)
+
+
+def _check_monitor(model_file: ModelFile, recipe: Recipe, options: RunOptions, batch_size: int) -> None:
+    """Refuses a metric that no evaluation returns."""
+    if recipe.monitor == Recipe.monitor:  # every evaluation has a loss
+        return
+    model = abstract_model(model_file, recipe, options.mesh)
+    names = metric_names(model_file.loss_fn, model, batch_like(options.data, batch_size, options.mesh))
+    prefixes = ["val_"] if recipe.ema_decay is None else ["val_", "val_ema_"]
+    monitor_of(recipe).check([f"{prefix}{name}" for prefix in prefixes for name in names])
 
 
 def _check_initial_parameters(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> None:

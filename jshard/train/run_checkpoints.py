@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -10,7 +11,7 @@ from flax import nnx
 
 from jshard import launch
 from jshard._live import at_work
-from jshard.checkpoint import Checkpointer, CheckpointError
+from jshard.checkpoint import Checkpointer, CheckpointError, Keep
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import DamagedError
 from jshard.recipes.building import RunState, create, create_from, has_average, new_model, restore
@@ -54,8 +55,15 @@ class RunCheckpoints:
         self._options = options
         self._folder = folder
         self._copies = copies
-        self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
-        self._val_losses: dict[int, float] = {}  # the last one, by step
+        keep = Keep(
+            last=recipe.keep_checkpoints,
+            best=recipe.keep_best,
+            metric=recipe.monitor,
+            higher_is_better=recipe.monitor_mode == "max",
+        )
+        self._series = Checkpointer(folder.checkpoints, keep=keep)
+        self._metrics: dict[int, Mapping[str, float]] = {}  # of the last evaluation, by step
+        self._saved_step: int | None = None
         self._newest: Place | None = None  # known without reading the disk, which may hang
         self._is_from_memory = False
         self.is_begun = False
@@ -148,20 +156,20 @@ class RunCheckpoints:
             return model, f"as in {init_from}"
         return new_model(model_file, recipe, mesh), f"as initialised by {model_file.path}"
 
-    def record_val_loss(self, done: int, val_loss: float) -> None:
-        """Records the validation loss of the state after a step, for a save of that step."""
-        self._val_losses = {done: val_loss}  # only the last: a save of a later step has none
+    def record_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Records the results of the evaluation after a step, for a save of that step."""
+        self._metrics = {done: metrics}  # only the last: a save of a later step has none
 
     def save(self, step: TrainStep, done: int) -> None:
-        """Starts to save the state of a step, in the background."""
+        """Starts to save the state of a step, in the background, unless that was done."""
+        if done == self._saved_step:
+            return
+        self._saved_step = done
         if self._folder.is_primary:
             keep_on_disk(self._folder.metrics)  # the record of a checkpoint must survive a power cut, too
-        metrics = None
-        if done in self._val_losses:
-            metrics = {"val_loss": self._val_losses[done]}
         state = _named_state(step, done)
         self.wait()  # for the previous one: a series writes one checkpoint at a time
-        self._series.save_async(done, state, metrics=metrics)
+        self._series.save_async(done, state, metrics=self._metrics.get(done))
         self._report_newest()
 
     def memory_copy_hook(self, step: TrainStep) -> MemoryCopyHook | None:

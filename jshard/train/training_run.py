@@ -16,6 +16,7 @@ from flax import nnx
 from jshard import launch
 from jshard._files import write_text
 from jshard._live import Work, at_work
+from jshard._processes import exchange
 from jshard._text import counted
 from jshard._types import PyTree
 from jshard.api.loss_scale import loss_scale_of
@@ -32,10 +33,11 @@ from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import AveragedModel, EvalStep, Mfu, TrainStep, device_peak, peak_bytes, used_bytes
 from jshard.train.evaluation import evaluate
 from jshard.train.first_loss import explained
-from jshard.train.hooks import CheckpointHook, EvaluationHook, PeriodicHook
+from jshard.train.hooks import BestCheckpointHook, CheckpointHook, EvaluationHook, PeriodicHook
 from jshard.train.loop import Fitted, fit
+from jshard.train.monitoring import EarlyStopping, Evaluated, history_in, monitor_of
 from jshard.train.progress import Meter, Progress, StepProfile, left_to_profile
-from jshard.train.records import Jsonl, Tracker, Trackers, plot_loss
+from jshard.train.records import Jsonl, Tracker, Trackers, iterate_metrics, plot_loss
 from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_options import RunOptions
@@ -87,7 +89,11 @@ class TrainingRun:
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
             # Also a stop is on request: the time until the next start is a pause.
-            cause = "done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}"
+            cause = "done"
+            if fitted.stopped_by is not None:
+                cause = f"stopped by {fitted.stopped_by.name}"
+            elif fitted.stopped_early is not None:
+                cause = f"stopped early: {fitted.stopped_early}"
             self.folder.ended(cause, on_request=True)
             self._say_attempts()
             return finished
@@ -110,6 +116,11 @@ class TrainingRun:
         if start_step >= self.recipe.num_steps:
             self._say_nothing_is_left(start_step)
             return state.model, Fitted(start_step)
+        early_stopping = self._early_stopping(start_step)
+        reason = early_stopping.reason()
+        if reason is not None:
+            self.options.say(f"nothing is left to train after step {start_step}: {reason}; --set patience=none goes on")
+            return state.model, Fitted(start_step, stopped_early=reason)
         # Before the step is compiled, which takes long: a service may refuse the run.
         trackers = self._open_trackers(start_step)
         with contextlib.ExitStack() as on_failure:
@@ -119,7 +130,7 @@ class TrainingRun:
             on_failure.pop_all()
         # The step owns their arrays, and reuses the memory for its results.
         del state
-        fitted = self._fit(step, start_step, loader, eval_loader, trackers)
+        fitted = self._fit(step, start_step, loader, eval_loader, trackers, early_stopping)
         return step.model, fitted
 
     def _compiled_step(self, state: RunState) -> TrainStep:
@@ -153,6 +164,7 @@ class TrainingRun:
         loader: Loader,
         eval_loader: Loader,
         trackers: Sequence[Tracker],
+        early_stopping: EarlyStopping,
     ) -> Fitted:
         """Runs the loop, with evaluations and checkpoints."""
         eval_batch = batch_like(self.options.data, eval_loader.batch_size, self.options.mesh)
@@ -172,7 +184,7 @@ class TrainingRun:
                     batches,
                     num_steps=self.recipe.num_steps,
                     start_step=start_step,
-                    hooks=self._hooks(step, evaluations, eval_loader),
+                    hooks=self._hooks(step, evaluations, eval_loader, early_stopping),
                     tracker=tracker,
                     meter=self._meter(step, start_step, start_sample),
                     stop=self.stop,
@@ -201,7 +213,25 @@ class TrainingRun:
             evaluations.append(_Evaluation("ema_", averaged, eval_step))
         return evaluations
 
-    def _hooks(self, step: TrainStep, evaluations: Sequence[_Evaluation], eval_loader: Loader) -> list[PeriodicHook]:
+    def _early_stopping(self, start_step: int) -> EarlyStopping:
+        """Returns what ends the run early, with the evaluations up to a step, which one process reads for all."""
+        monitor = monitor_of(self.recipe)
+        history: list[Evaluated] = []
+        is_recorded = self.folder.is_primary and start_step > 0 and self.folder.metrics.exists()
+        if is_recorded:
+            history = history_in(iterate_metrics(self.folder.metrics), monitor.metric, until_step=start_step)
+        # Every process evaluates, and all must end after the same evaluation.
+        agreed_history = exchange("evaluations so far", history)[0]
+        evaluated = [Evaluated(*each) for each in agreed_history]
+        return EarlyStopping(monitor, patience=self.recipe.patience, history=evaluated)
+
+    def _hooks(
+        self,
+        step: TrainStep,
+        evaluations: Sequence[_Evaluation],
+        eval_loader: Loader,
+        early_stopping: EarlyStopping,
+    ) -> list[PeriodicHook]:
         """Returns what is done between steps, in this order.
 
         The evaluation is first: a run that continues from a copy or a checkpoint finds its result in the record.
@@ -214,16 +244,22 @@ class TrainingRun:
                 batches = eval_loader.held_out(recipe.eval_sequences)
                 means = evaluate(evaluation.model, evaluation.eval_step, batches)
                 scalars |= {f"{evaluation.prefix}{name}": value for name, value in means.items()}
-            self.checkpoints.record_val_loss(done, scalars["loss"])
+            self.checkpoints.record_metrics(done, {f"val_{name}": value for name, value in scalars.items()})
             return scalars
 
         def save(done: int) -> None:
             self.checkpoints.save(step, done)
 
-        hooks: list[PeriodicHook] = [EvaluationHook(every=recipe.eval_every, run=run_evaluation)]
+        def save_if_best(done: int) -> None:
+            if early_stopping.monitor.is_among_best(early_stopping.history, recipe.keep_best):
+                save(done)
+
+        hooks: list[PeriodicHook] = [EvaluationHook(every=recipe.eval_every, run=run_evaluation, until=early_stopping)]
         memory_copies = self.checkpoints.memory_copy_hook(step)
         if memory_copies is not None:
             hooks.append(memory_copies)
+        if recipe.keep_best:
+            hooks.append(BestCheckpointHook(every=recipe.eval_every, run=save_if_best))
         hooks.append(CheckpointHook(every=recipe.checkpoint_every, run=save, check=self.checkpoints.check))
         return hooks
 

@@ -1,4 +1,4 @@
-"""A run keeps, evaluates, saves, resumes, samples and exports an average of its weights; it may begin or end it later."""
+"""A run keeps, evaluates, saves, resumes, samples and exports an average of its weights, from any step to any other."""
 
 import json
 import shutil
