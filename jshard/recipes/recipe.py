@@ -7,10 +7,10 @@ import enum
 import math
 import numbers
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -110,7 +110,7 @@ class Recipe:
         keep_best: number of checkpoints to keep beside the newest, those with the best values; each is saved after its
             evaluation.
 
-    A subclass may add settings and override `schedule` and `optimizer`.
+    A subclass may add settings and override `schedule`, `optimizer` and `hooks`.
     """
 
     model: Any
@@ -170,6 +170,17 @@ class Recipe:
             mask=_matrices_in,
         )
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+
+    def hooks(self, step: Any) -> Sequence[Any]:
+        """Returns hooks with code of your own: none by default.
+
+        A `StepHook` runs after a step, an `EvaluatedHook` after an evaluation, a `SavedHook` after a save, and a
+        `PeriodicHook` between two steps; all are in `jshard.train`. A resumed run creates them again.
+
+        Args:
+            step: the `TrainStep`, which has the current `model`.
+        """
+        return ()
 
 
 def _matrices_in(params: PyTree) -> PyTree:
@@ -306,9 +317,9 @@ def _check_rows(recipe: Recipe, mesh: AnyMesh) -> None:
 def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
     """Yields the settings whose values are invalid alone."""
     for key, least in _LEAST.items():
-        value = cast(Any, getattr(recipe, key))
-        if value is None and key in _MAY_BE_NONE:
+        if key in _MAY_BE_NONE and getattr(recipe, key) is None:
             continue
+        value = getattr(recipe, key)
         # `Integral` has NumPy's integers, too, and True, which is no number of steps.
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             is_whole = isinstance(value, float) and value.is_integer()

@@ -10,8 +10,11 @@ from jshard.recipes.step import TrainStep as TrainStep
 from jshard.train.device_batches import to_devices as to_devices
 from jshard.train.evaluation import evaluate as evaluate
 from jshard.train.hooks import CheckpointHook as CheckpointHook
+from jshard.train.hooks import EvaluatedHook as EvaluatedHook
 from jshard.train.hooks import EvaluationHook as EvaluationHook
 from jshard.train.hooks import PeriodicHook as PeriodicHook
+from jshard.train.hooks import SavedHook as SavedHook
+from jshard.train.hooks import StepHook as StepHook
 from jshard.train.loop import fit as fit
 from jshard.train.monitoring import EarlyStopping as EarlyStopping
 from jshard.train.monitoring import Monitor as Monitor

@@ -20,11 +20,20 @@ import jax
 
 from jshard._processes import exchange
 from jshard._types import PyTree
-from jshard.errors import RunError
+from jshard.errors import RunError, ShardingError
 from jshard.launch import StopSignal, note, phases, set_phase, step_done
 from jshard.recipes.step import Scalars, TrainStep
 from jshard.train.device_batches import to_devices
-from jshard.train.hooks import EvaluationHook, PeriodicHook, at_early_end, at_stop
+from jshard.train.hooks import (
+    EvaluatedHook,
+    EvaluationHook,
+    PeriodicHook,
+    StepHook,
+    at_early_end,
+    at_stop,
+    by_point,
+    named,
+)
 from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
 from jshard.train.stop_consensus import StopConsensus
@@ -56,7 +65,7 @@ def fit(
     *,
     num_steps: int,
     start_step: int = 0,
-    hooks: Sequence[PeriodicHook] = (),
+    hooks: Sequence[PeriodicHook | StepHook | EvaluatedHook] = (),
     tracker: Tracker | None = None,
     meter: Meter | None = None,
     stop: StopSignal | None = None,
@@ -71,7 +80,8 @@ def fit(
         num_steps: steps of the whole run, including those before `start_step`.
         start_step: steps done before, by the run that this one continues.
         hooks: what to do between steps, in this order: an `EvaluationHook`, a `CheckpointHook`, a `PeriodicHook` for
-            anything else.
+            anything else; a `StepHook` after a step, an `EvaluatedHook` after an evaluation. An error in one ends the
+            run, with a note that names it.
         tracker: receives the scalars of every step and evaluation. None records nothing, as in all processes
             but the first.
         meter: measures; its figures are added to the scalars.
@@ -92,11 +102,16 @@ def fit(
         ... ]
         >>> fit(step, loader.train(1000), num_steps=1000, hooks=hooks)
     """
+    lists = by_point(hooks, where="fit(hooks=...)")
+    if lists.saved:
+        raise _no_series()
     loop = _Loop(
         step=step,
         num_steps=num_steps,
         start_step=start_step,
-        hooks=hooks,
+        hooks=lists.periodic,
+        step_hooks=lists.step,
+        evaluated_hooks=lists.evaluated,
         tracker=tracker,
         meter=meter or Meter(),
         stop=stop or StopSignal(),
@@ -142,6 +157,8 @@ class _Loop:
     num_steps: int
     start_step: int
     hooks: Sequence[PeriodicHook]
+    step_hooks: Sequence[StepHook]
+    evaluated_hooks: Sequence[EvaluatedHook]
     tracker: Tracker | None
     meter: Meter
     stop: StopSignal
@@ -242,6 +259,10 @@ class _Loop:
             # Before the check: the record of a run that ends with a NaN has the line with it.
             self._track(oldest.number, scalars)
             self._check_finite(oldest, scalars)
+            for hook in self.step_hooks:
+                if oldest.number % hook.every == 0:
+                    with named(hook, oldest.number):
+                        hook.run(oldest.number, scalars)
 
     def _track(self, step: int, scalars: Mapping[str, float]) -> None:
         if self.tracker is not None:
@@ -283,6 +304,10 @@ class _Loop:
             self._while_idle(profile.end)
 
     def _run_hook(self, hook: PeriodicHook, step: int) -> None:
+        with named(hook, step):
+            self._run_unnamed(hook, step)
+
+    def _run_unnamed(self, hook: PeriodicHook, step: int) -> None:
         set_phase(hook.phase)
         if isinstance(hook, EvaluationHook):
             scalars = {f"val_{name}": float(value) for name, value in hook.run(step).items()}
@@ -290,6 +315,9 @@ class _Loop:
             set_phase(phases.OTHER)  # a tracker may take long, and that is no evaluation
             self._track(step, scalars)
             self._end_after(hook, step, scalars)
+            for evaluated_hook in self.evaluated_hooks:
+                with named(evaluated_hook, step):
+                    evaluated_hook.run(step, scalars)
             return
         if hook.phase == phases.SAVE:
             with self.consensus.waiting("save"):
@@ -320,6 +348,15 @@ class _Loop:
         if self.is_updated:
             raise _diverged(step.number, not_finite)
         raise self.first_loss(step.number, step.batch, not_finite)
+
+
+def _no_series() -> ShardingError:
+    return ShardingError(
+        "A loop of your own does not know when a checkpoint is complete.",
+        where="fit(hooks=[SavedHook(...)])",
+        why="it is your CheckpointHook that saves; only a run of a recipe has a series of checkpoints of its own.",
+        do="CheckpointHook(every=100, run=save, check=look)  # look is called after every step",
+    )
 
 
 def unexplained(step: int, batch: PyTree, not_finite: Mapping[str, float]) -> RunError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +20,7 @@ from jshard.recipes.hf_config import config_file
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import TrainStep
-from jshard.train.hooks import MemoryCopyHook
+from jshard.train.hooks import MemoryCopyHook, SavedHook, named
 from jshard.train.memory_copies import MemoryCopies
 from jshard.train.records import keep_on_disk
 from jshard.train.run_folder import RunFolder
@@ -64,6 +64,7 @@ class RunCheckpoints:
         self._series = Checkpointer(folder.checkpoints, keep=keep)
         self._metrics: dict[int, Mapping[str, float]] = {}  # of the last evaluation, by step
         self._saved_step: int | None = None
+        self._saved_hooks: Sequence[SavedHook] = ()
         self._newest: Place | None = None  # known without reading the disk, which may hang
         self._is_from_memory = False
         self.is_begun = False
@@ -155,6 +156,11 @@ class RunCheckpoints:
             model, _ = create_from(model_file, recipe, mesh, init_from, extra=self._options.extra)
             return model, f"as in {init_from}"
         return new_model(model_file, recipe, mesh), f"as initialised by {model_file.path}"
+
+    def call_when_saved(self, hooks: Sequence[SavedHook]) -> None:
+        """Calls these hooks for every checkpoint that is complete from now on, in the first process."""
+        if self._folder.is_primary:
+            self._saved_hooks = hooks
 
     def record_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
         """Records the results of the evaluation after a step, for a save of that step."""
@@ -263,6 +269,9 @@ class RunCheckpoints:
         if done is not None and self._path(done) != self._newest:
             self._newest = self._path(done)
             launch.note(checkpoint=str(self._newest))
+            for hook in self._saved_hooks:
+                with named(hook, done):
+                    hook.run(done, self._newest)
 
 
 def _named_state(step: TrainStep, done: int) -> dict[str, object]:

@@ -33,7 +33,15 @@ from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import AveragedModel, EvalStep, Mfu, TrainStep, device_peak, peak_bytes, used_bytes
 from jshard.train.evaluation import evaluate
 from jshard.train.first_loss import explained
-from jshard.train.hooks import BestCheckpointHook, CheckpointHook, EvaluationHook, PeriodicHook
+from jshard.train.hooks import (
+    BestCheckpointHook,
+    CheckpointHook,
+    EvaluatedHook,
+    EvaluationHook,
+    PeriodicHook,
+    StepHook,
+    hooks_of_recipe,
+)
 from jshard.train.loop import Fitted, fit
 from jshard.train.monitoring import EarlyStopping, Evaluated, history_in, monitor_of
 from jshard.train.progress import Meter, Progress, StepProfile, left_to_profile
@@ -231,7 +239,7 @@ class TrainingRun:
         evaluations: Sequence[_Evaluation],
         eval_loader: Loader,
         early_stopping: EarlyStopping,
-    ) -> list[PeriodicHook]:
+    ) -> list[PeriodicHook | StepHook | EvaluatedHook]:
         """Returns what is done between steps, in this order.
 
         The evaluation is first: a run that continues from a copy or a checkpoint finds its result in the record.
@@ -254,7 +262,12 @@ class TrainingRun:
             if early_stopping.monitor.is_among_best(early_stopping.history, recipe.keep_best):
                 save(done)
 
-        hooks: list[PeriodicHook] = [EvaluationHook(every=recipe.eval_every, run=run_evaluation, until=early_stopping)]
+        own_hooks = hooks_of_recipe(recipe.hooks(step), where=f"{type(recipe).__name__}.hooks")
+        self.checkpoints.call_when_saved(own_hooks.saved)
+        evaluation = EvaluationHook(every=recipe.eval_every, run=run_evaluation, until=early_stopping)
+        hooks: list[PeriodicHook | StepHook | EvaluatedHook] = [evaluation]
+        # Before the state is saved, which may be what they changed.
+        hooks += [*own_hooks.step, *own_hooks.evaluated, *own_hooks.periodic]
         memory_copies = self.checkpoints.memory_copy_hook(step)
         if memory_copies is not None:
             hooks.append(memory_copies)

@@ -95,7 +95,7 @@ class SpySource:
 
 
 def state_of(finished, mesh):
-    model, optimizer, step = restore(MODEL_FILE, RECIPE, mesh, Checkpointer(finished.out / "checkpoints"))
+    model, optimizer, step, _ = restore(MODEL_FILE, RECIPE, mesh, Checkpointer(finished.out / "checkpoints"))
     return step, [np.asarray(raw(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
 
 
