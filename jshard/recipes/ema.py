@@ -193,7 +193,7 @@ def _moved(
 
     def move(*arrays: jax.Array) -> list[jax.Array]:
         share, is_begun, *others = arrays
-        return [_moved_one(x, y, share, is_begun) for x, y in zip(others[:count], others[count:], strict=True)]
+        return [_moved_average(x, y, share, is_begun) for x, y in zip(others[:count], others[count:], strict=True)]
 
     arguments = [share, is_begun, *averages, *weights]
     parts = _host_parts(averages)
@@ -202,7 +202,7 @@ def _moved(
     return streamed(move, arguments, parts, like=averages)
 
 
-def _moved_one(average: jax.Array, weight: jax.Array, share: jax.Array, is_begun: jax.Array) -> jax.Array:
+def _moved_average(average: jax.Array, weight: jax.Array, share: jax.Array, is_begun: jax.Array) -> jax.Array:
     # In a narrow dtype a small share of the difference would be rounded before it is added.
     wide = jnp.promote_types(average.dtype, jnp.float32)
     old = average.astype(wide)

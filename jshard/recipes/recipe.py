@@ -345,7 +345,7 @@ def _invalid_average(recipe: Recipe) -> Iterator[_InvalidValue]:
     """Yields the settings of the average of the weights whose values are invalid."""
     decay = recipe.ema_decay
     if decay is not None and not (_is_finite(decay) and 0 < decay < 1):
-        yield _InvalidValue("ema_decay", "ema_decay must be between 0 and 1, without both; none for no average.", 0.999)
+        yield _InvalidValue("ema_decay", "ema_decay must be above 0 and below 1; none for no average.", 0.999)
     if recipe.ema_dtype not in _EMA_DTYPES:
         names = ", ".join(str(dtype).lower() for dtype in _EMA_DTYPES)
         yield _InvalidValue("ema_dtype", f"ema_dtype must be one of {names}.", "float32")

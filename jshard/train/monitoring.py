@@ -46,7 +46,7 @@ class Monitor:
             "The evaluations have no metric of that name.",
             where=f"monitor={self.metric!r}",
             why=f"they return {', '.join(names)}.",
-            do=f"--set monitor={next(iter(names))}; or return it from loss_fn: return loss, {{'accuracy': ...}}",
+            do=f"--set monitor={next(iter(names))}\nor return it from loss_fn: return loss, {{'accuracy': ...}}",
         )
 
     def value_in(self, step: int, scalars: Mapping[str, float]) -> Evaluated:

@@ -127,7 +127,9 @@ class TrainingRun:
         early_stopping = self._early_stopping(start_step)
         reason = early_stopping.reason()
         if reason is not None:
-            self.options.say(f"nothing is left to train after step {start_step}: {reason}; --set patience=none goes on")
+            self.options.say(
+                f"nothing is left to train after step {start_step}: {reason}; --set patience=none continues"
+            )
             return state.model, Fitted(start_step, stopped_early=reason)
         # Before the step is compiled, which takes long: a service may refuse the run.
         trackers = self._open_trackers(start_step)
@@ -262,12 +264,12 @@ class TrainingRun:
             if early_stopping.monitor.is_among_best(early_stopping.history, recipe.keep_best):
                 save(done)
 
-        own_hooks = hooks_of_recipe(recipe.hooks(step), where=f"{type(recipe).__name__}.hooks")
-        self.checkpoints.call_when_saved(own_hooks.saved)
+        recipe_hooks = hooks_of_recipe(recipe.hooks(step), where=f"{type(recipe).__name__}.hooks")
+        self.checkpoints.call_when_saved(recipe_hooks.saved)
         evaluation = EvaluationHook(every=recipe.eval_every, run=run_evaluation, until=early_stopping)
         hooks: list[PeriodicHook | StepHook | EvaluatedHook] = [evaluation]
         # Before the state is saved, which may be what they changed.
-        hooks += [*own_hooks.step, *own_hooks.evaluated, *own_hooks.periodic]
+        hooks += [*recipe_hooks.step, *recipe_hooks.evaluated, *recipe_hooks.periodic]
         memory_copies = self.checkpoints.memory_copy_hook(step)
         if memory_copies is not None:
             hooks.append(memory_copies)

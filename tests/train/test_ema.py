@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.cluster.compile_process import lowered_step
 from jshard.plans.padding import padding_of
-from jshard.recipes.building import create
-from jshard.recipes.ema import Ema
+from jshard.recipes.building import abstract_state, create
+from jshard.recipes.ema import Ema, ema_of
 from jshard.train import AveragedModel, EvalStep, TrainStep, evaluate, load_model_file
 
 LINEN = load_model_file(Path(__file__).parents[1] / "micro_linen.py")
@@ -219,3 +220,18 @@ def test_a_narrow_average_is_computed_in_float32():
     for path, value in expected(seen, decay=0.9).items():
         np.testing.assert_allclose(averages(step)[path], value, rtol=2e-2, atol=1e-2, err_msg=str(path))
     assert {leaf.dtype for leaf in jax.tree.leaves(step.ema.weights)} == {jnp.dtype("bfloat16")}
+
+
+def test_the_abstract_state_of_a_recipe_is_that_of_its_step():
+    """The plan for a cluster, and a restore, know the average without an array."""
+    recipe = dataclasses.replace(LINEN.recipe()[1], ema_decay=0.9, ema_dtype="bfloat16")
+    mesh = js.mesh()
+    model, _ = create(LINEN, recipe, mesh)
+    live = ema_of(recipe, model, LINEN.wrt)
+    abstract = abstract_state(LINEN, recipe, mesh)["ema"]
+    for x, shape in zip(jax.tree.leaves(live.weights), jax.tree.leaves(abstract.weights), strict=True):
+        assert (x.shape, x.dtype, x.sharding) == (shape.shape, shape.dtype, shape.sharding)
+    _, lowered = lowered_step(LINEN, recipe, mesh)
+    _, without = lowered_step(LINEN, dataclasses.replace(recipe, ema_decay=None), mesh)
+    more = len(jax.tree.leaves(lowered.in_avals)) - len(jax.tree.leaves(without.in_avals))
+    assert more == len(jax.tree.leaves(live.weights)) + 1  # and the count

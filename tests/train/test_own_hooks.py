@@ -1,4 +1,4 @@
-"""Hooks of a recipe run after steps, evaluations and saves, see what they are told, and are named if they fail."""
+"""Hooks of a recipe run after steps, evaluations and saves, receive what the record has, and are named if they fail."""
 
 import dataclasses
 import re

@@ -73,17 +73,16 @@ class ExportArgs(ModelArgs):
 def run(argv: Sequence[str]) -> int:
     """Runs the command; `argv` are the arguments after `jshard ckpt export`."""
     args = parse(ExportArgs, argv, command="jshard ckpt export")
+    preferred = None
+    if args.weights == "ema":
+        _check_average(args)
+        preferred = AVERAGES
     model = _model(args, argv)
     if model is not None:
         args = dataclasses.replace(args, model=model.file.path)  # for errors, where the run named it
     checkpoint = own_checkpoint(checkpoint_at(args.path))
     if not args.no_verify:
         _check_good(checkpoint)
-    preferred = None
-    if args.weights == "ema":
-        _check_average(args)
-        check_has_average(checkpoint.path)
-        preferred = AVERAGES
     source: ArraySource  # reads arrays when they are written: they need not fit into memory together
     if model is None:
         source = part_of(checkpoint, args.part, preferred=preferred)
@@ -131,6 +130,7 @@ def _check_average(args: ExportArgs) -> None:
             why="the averages take the places of the weights in the part called model.",
             do="leave out --part; or --weights.",
         )
+    check_has_average(checkpoint_at(args.path))
 
 
 def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Value]:
