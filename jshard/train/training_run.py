@@ -127,9 +127,8 @@ class TrainingRun:
         early_stopping = self._early_stopping(start_step)
         reason = early_stopping.reason()
         if reason is not None:
-            self.options.say(
-                f"nothing is left to train after step {start_step}: {reason}; --set patience=none continues"
-            )
+            advice = "--set patience=none continues it"
+            self.options.say(f"nothing is left to train after step {start_step}: {reason}; {advice}.")
             return state.model, Fitted(start_step, stopped_early=reason)
         # Before the step is compiled, which takes long: a service may refuse the run.
         trackers = self._open_trackers(start_step)
