@@ -184,7 +184,7 @@ class StoredRun:
 
     def _abstract_average(self, model: nnx.Module) -> Ema:
         recipe = self.recipe
-        # A run that goes on without an average has it until its next checkpoint.
+        # A run that continues without an average has it until its next checkpoint.
         if recipe.ema_decay is None:
             recipe = dataclasses.replace(recipe, ema_decay=0.5)
         average = ema_of(recipe, model, self.model_file.wrt)
