@@ -104,6 +104,21 @@ def test_an_average_that_ends(run, folder):
     assert stored(folder / "ended" / "checkpoints" / "3", "ema/")
 
 
+def test_a_run_of_an_earlier_version_continues_without_remarks(run, folder):
+    """Its record has none of these settings; only one that has another value now is a change."""
+    new = ("ema_decay", "ema_dtype", "ema_start_step", "ema_warmup", "monitor", "monitor_mode", "patience", "keep_best")
+    for out, settings in (("old", []), ("old-averaged", AVERAGE)):
+        shutil.copytree(folder / "plain", folder / out)
+        record = json.loads((folder / out / "run.json").read_text())
+        for name in (*new, "min_delta"):
+            del record["recipe"][name]
+        (folder / out / "run.json").write_text(json.dumps(record))
+        said = continued(run, folder, out, f"{out}-resumed", *settings)
+        assert ("was nothing" in said) == bool(settings)
+        assert ("ema_decay is 0.9, was nothing" in said) == bool(settings)
+        assert evaluations(folder / f"{out}-resumed")[-1]["val_loss"] == evaluations(folder / "plain")[-1]["val_loss"]
+
+
 def test_eval_takes_the_average(run, folder):
     last = evaluations(folder / "averaged")[-1]
     for weights, name in (("model", "val_loss"), ("ema", "val_ema_loss")):
