@@ -181,7 +181,9 @@ class MemoryCopyHook(PeriodicHook):
 
 def at_early_end(hooks: Sequence[PeriodicHook], done: Sequence[PeriodicHook], step: int) -> list[PeriodicHook]:
     """Returns the hooks to run after a step that has become the last one, except those that have run."""
-    return [hook for hook in hooks if hook not in done and hook.is_due(step, step)]
+    # By identity: two hooks may be equal.
+    done_ids = {id(hook) for hook in done}
+    return [hook for hook in hooks if id(hook) not in done_ids and hook.is_due(step, step)]
 
 
 def at_stop(hooks: Sequence[PeriodicHook], due: Sequence[PeriodicHook]) -> list[PeriodicHook]:

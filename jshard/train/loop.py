@@ -282,7 +282,7 @@ class _Loop:
         self._read_scalars(until_in_flight=0)
         for hook in due:
             self._run_hook(hook, step)
-        if self.stopped_early is not None:
+        if self.stopped_early is not None and self.stopped_by is None:
             # The step has become the last one.
             for hook in at_early_end(self.hooks, due, step):
                 self._run_hook(hook, step)
@@ -335,7 +335,10 @@ class _Loop:
         # Of one process: a hook of the user may evaluate other samples in each, and all must decide the same.
         if not self.consensus.alone:
             scalars = exchange("results of the evaluation", dict(scalars))[0]
-        self.stopped_early = hook.until(step, scalars)
+        reason = hook.until(step, scalars)
+        # Another evaluation of the same step may have ended the run.
+        if reason is not None:
+            self.stopped_early = reason
 
     def _check_finite(self, step: _StepInFlight, scalars: Mapping[str, float]) -> None:
         """Raises an error if the step has spoiled the parameters, or would have."""

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jshard._paths import expanded
@@ -73,6 +74,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
         state = abstract_state(model_file, recipe, options.mesh)
         copies = MemoryCopies(options.keep_in_memory, state, options.say)
     _say_if_only_warmup(recipe, options.say)
+    _say_if_average_is_coarse(recipe, options.say)
     record = RunRecord.of(
         recipe,
         name=options.name,
@@ -151,6 +153,18 @@ def _say_if_only_warmup(recipe: Recipe, say: Callable[[str], object]) -> None:
     advice = f"--set warmup_steps={recipe.num_steps // 10} leaves room for the cosine"
     steps = counted(recipe.num_steps, "step")
     say(f"warmup_steps={recipe.warmup_steps}: the learning rate rises over all {steps}; {advice}.")
+
+
+def _say_if_average_is_coarse(recipe: Recipe, say: Callable[[str], object]) -> None:
+    """Says that the dtype of the average rounds away most updates."""
+    if recipe.ema_decay is None or recipe.ema_dtype is None:
+        return
+    share = 1 - recipe.ema_decay
+    # The distance from 1 to the next number: of a smaller share of a difference nothing may remain.
+    resolution = float(jnp.finfo(recipe.ema_dtype).eps)
+    if share < resolution:
+        dtype = recipe.ema_dtype
+        say(f"ema_dtype={dtype} rounds to {resolution:g}, and an update is {share:g} of the difference: most are lost.")
 
 
 def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: int = 0) -> Loader:

@@ -265,7 +265,10 @@ class TrainingRun:
 
         recipe_hooks = hooks_of_recipe(recipe.hooks(step), where=f"{type(recipe).__name__}.hooks")
         self.checkpoints.call_when_saved(recipe_hooks.saved)
-        evaluation = EvaluationHook(every=recipe.eval_every, run=run_evaluation, until=early_stopping)
+        # Several processes agree on every value that it receives, which takes a moment.
+        is_monitored = recipe.patience is not None or recipe.keep_best > 0
+        until = early_stopping if is_monitored else None
+        evaluation = EvaluationHook(every=recipe.eval_every, run=run_evaluation, until=until)
         hooks: list[PeriodicHook | StepHook | EvaluatedHook] = [evaluation]
         # Before the state is saved, which may be what they changed.
         hooks += [*recipe_hooks.step, *recipe_hooks.evaluated, *recipe_hooks.periodic]

@@ -6,10 +6,13 @@ import os
 import shutil
 import sys
 
+import numpy as np
 import pytest
 
+import jshard as js
 from jshard import cli
-from jshard.train import EarlyStopping, EvaluationHook, Monitor, PeriodicHook
+from jshard.train import EarlyStopping, EvaluationHook, Monitor, PeriodicHook, fit
+from jshard.train.hooks import at_early_end
 from jshard.train.monitoring import Evaluated, MetricError, history_in
 from jshard.train.records import read_metrics
 from tests.micro_gpt import USERS_FILE
@@ -183,9 +186,33 @@ def test_invalid_settings_of_the_monitor(train, setting):
 
 
 def test_hooks_of_the_end_run_after_an_early_end():
-    from jshard.train.hooks import at_early_end
-
     evaluation = EvaluationHook(every=1, run=lambda step: {"loss": 1.0})
     last = PeriodicHook(every=None, run=lambda step: None)
     often = PeriodicHook(every=2, run=lambda step: None)
     assert at_early_end([evaluation, last, often], [evaluation, often], 4) == [last]
+
+
+def test_equal_hooks_are_two():
+    def run(step):
+        return None
+
+    first, second = PeriodicHook(every=2, run=run), PeriodicHook(every=2, run=run)
+    assert at_early_end([first, second], [first], 2) == [second]
+
+
+def test_one_of_two_evaluations_may_end_the_loop():
+    class Step:
+        """A step that computes nothing."""
+
+        mesh = js.mesh()
+        model_leaves = ()
+
+        def __call__(self, batch):
+            return {"loss": 2.0, "grad_norm": 1.0}
+
+    def evaluation(until):
+        return EvaluationHook(every=2, run=lambda step: {"loss": 0.5}, until=until)
+
+    hooks = [evaluation(lambda step, scalars: "enough"), evaluation(lambda step, scalars: None)]
+    fitted = fit(Step(), [{"x": np.zeros((8, 1), np.float32)}] * 5, num_steps=5, hooks=hooks)
+    assert (fitted.step, fitted.stopped_early) == (2, "enough")

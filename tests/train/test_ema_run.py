@@ -163,6 +163,12 @@ def test_the_plan_counts_the_average(run, folder):
     assert "averages of the weights" in run("plan", "my_model.py", "--mesh", "fsdp=8", *AVERAGE)[1]
 
 
+def test_a_dtype_that_loses_most_updates_is_said(run):
+    coarse = ["--set", "ema_decay=0.999", "--set", "ema_dtype=bfloat16"]
+    code, said = run("train", "my_model.py", *SMALL, *EVERY, *coarse, "--steps", "1", "--out", "coarse")
+    assert code == 0 and "ema_dtype=bfloat16 rounds to 0.0078125, and an update is 0.001 of the difference" in said
+
+
 @pytest.mark.parametrize("setting", ["ema_decay=1", "ema_decay=0", "ema_decay=-0.5", "ema_dtype=int8"])
 def test_invalid_settings(run, setting):
     code, said = run("train", "my_model.py", *SMALL, "--set", setting, "--dry-run")
