@@ -314,12 +314,24 @@ class AveragedModel:
     Attributes:
         step: was created with an `Ema`.
 
+    Raises:
+        AnnotationError: it was not.
+
     Example:
         >>> averaged = train.AveragedModel(step)
         >>> train.evaluate(averaged, train.EvalStep(loss_fn, averaged, batch), loader.held_out(100))
     """
 
     step: TrainStep
+
+    def __post_init__(self) -> None:
+        if self.step.ema is None:
+            raise AnnotationError(
+                "The step keeps no average of the weights.",
+                where="AveragedModel(step)",
+                why="it was created without ema=.",
+                do="TrainStep(loss_fn, model, optimizer, batch, ema=js.train.Ema(model, decay=0.999))",
+            )
 
     @property
     def mesh(self) -> Mesh:

@@ -13,6 +13,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.cluster.compile_process import lowered_step
+from jshard.errors import AnnotationError
 from jshard.plans.padding import padding_of
 from jshard.recipes.building import abstract_state, create
 from jshard.recipes.ema import Ema, ema_of
@@ -235,3 +236,9 @@ def test_the_abstract_state_of_a_recipe_is_that_of_its_step():
     _, without = lowered_step(LINEN, dataclasses.replace(recipe, ema_decay=None), mesh)
     more = len(jax.tree.leaves(lowered.in_avals)) - len(jax.tree.leaves(without.in_avals))
     assert more == len(jax.tree.leaves(live.weights)) + 1  # and the count
+
+
+def test_a_step_without_an_average_is_refused():
+    step = TrainStep(loss_fn, *KINDS["one device"](), batch_of(js.mesh(devices=jax.devices()[:1])))
+    with pytest.raises(AnnotationError, match="keeps no average"):
+        AveragedModel(step)
