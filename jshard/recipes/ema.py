@@ -219,8 +219,8 @@ def _host_parts(averages: Sequence[jax.Array]) -> list[UpdatePart]:
     for position, average in enumerate(averages):
         if not _compat.on_host(average):
             continue
-        arguments = [first_average + position, first_average + len(averages) + position]
-        parts[-1].add(UpdatePart(arguments, [position]))
+        parts[-1].arguments += [first_average + position, first_average + len(averages) + position]
+        parts[-1].results.append(position)
         part_bytes += average.size * average.dtype.itemsize
         if part_bytes >= _PART_BYTES:
             parts.append(UpdatePart())
