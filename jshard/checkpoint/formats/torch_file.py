@@ -12,16 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
+from jshard._files import open_regular
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.safetensors import check_index, read_index
 from jshard.checkpoint.formats.source import Box, FileRegion, damaged, existing, read_region, stored_array
 from jshard.checkpoint.formats.torch_archive import Archive
+from jshard.checkpoint.formats.torch_inert import INERT
+from jshard.checkpoint.formats.torch_legacy import MARK, LegacyFile
 from jshard.checkpoint.formats.torch_pickle import Unpickled
 from jshard.checkpoint.manifest import StoredLeaf
 
 NAME = "pytorch_model.bin"
 INDEX = f"{NAME}.index.json"
-_SUFFIXES = (".bin", ".pt", ".pth")
+_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OF_RANKS = re.compile(r".*_states\.pt")  # of DeepSpeed: parts of arrays
 _ZIP = b"PK\x03\x04"
 
@@ -85,9 +88,7 @@ class TorchSource:
 
     def _add(self, file: Path) -> None:
         """Adds the tensors and values of a file."""
-        _check_is_archive(file)
-        # No further names are allowed than those of tensors and plain values.
-        content = Archive(file, 0, file.stat().st_size).regions({})
+        content = _content(file)
         if not isinstance(content, dict):
             raise CheckpointError(
                 "The file holds no parameters by name.",
@@ -102,17 +103,20 @@ class TorchSource:
                 self.values[name] = _Plain(item)
 
 
-def _check_is_archive(file: Path) -> None:
-    with file.open("rb") as stream:
+def _content(file: Path) -> Unpickled:
+    """Returns what a file holds, with unread locations of tensors; raises if it is not of `torch.save`."""
+    with open_regular(file) as stream:
         head = stream.read(len(_ZIP))
+    # No further names are allowed than those of tensors and inert values.
     if head == _ZIP:
-        return
+        return Archive(file, 0, file.stat().st_size).regions(INERT)
+    if head.startswith(MARK):
+        return LegacyFile(file).regions(INERT)
     raise CheckpointError(
-        "The file is not an archive of torch.save.",
+        "The file is not one of torch.save.",
         where=str(file),
-        why=f"it begins with {head!r}, not with {_ZIP!r}: it is of another program, or of PyTorch before 1.6.",
-        do="save it again with PyTorch, without code in it:\n"
-        f"python -c \"import torch; p = {str(file)!r}; torch.save(torch.load(p, weights_only=True), p + '.pt')\"",
+        why=f"it begins with {head!r}, not with {_ZIP!r} or {MARK!r}: it is of another program, or of PyTorch 0.1.",
+        do="give a file that torch.save has written.",
     )
 
 
@@ -151,8 +155,8 @@ def _flat(file: Path, content: dict[object, Unpickled]) -> Iterator[tuple[str, U
 
 
 def _is_container(item: object) -> bool:
-    # A region is a tuple, and a leaf.
-    return isinstance(item, dict | list | tuple) and not isinstance(item, FileRegion)
+    # By their exact types: a region is a tuple, too, and so is a storage without a tensor.
+    return isinstance(item, dict) or type(item) in (list, tuple)
 
 
 def _items(container: Unpickled) -> Iterable[tuple[object, Unpickled]]:
