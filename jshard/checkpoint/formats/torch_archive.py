@@ -15,7 +15,7 @@ import numpy as np
 from jshard._files import open_regular
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import FileRegion, damaged, read_region
-from jshard.checkpoint.formats.torch_inert import OTHER_DTYPES, NoNumbers, OtherDtype
+from jshard.checkpoint.formats.torch_inert import OTHER_DTYPES, OtherDtype
 from jshard.checkpoint.formats.torch_pickle import (
     DTYPES,
     MAX_DIMS,
@@ -23,6 +23,7 @@ from jshard.checkpoint.formats.torch_pickle import (
     PLAIN,
     Allowed,
     NotAllowedError,
+    Record,
     Sealed,
     Unpickled,
     load,
@@ -84,7 +85,7 @@ def _tensor_v3(
     hooks: object,
     dtype: object,
     metadata: object = None,
-) -> FileRegion | NoNumbers:
+) -> FileRegion | Record:
     """`torch._utils._rebuild_tensor_v3`: the same, over untyped bytes."""
     if dtype in OTHER_DTYPES:
         return OtherDtype()
@@ -126,8 +127,10 @@ def _value_names(max_bytes: int) -> Allowed:
     """Returns the names of values whose tensors are read: so many bytes of them, as several may share a storage."""
     bytes_left = max_bytes
 
-    def read(region: FileRegion) -> np.ndarray:
+    def read(region: FileRegion | Record) -> np.ndarray:
         nonlocal bytes_left
+        if not isinstance(region, FileRegion):
+            raise ValueError("a tensor of a dtype that is not known")
         bytes_left -= math.prod(region.shape) * region.dtype.itemsize
         if bytes_left < 0:
             raise ValueError("its tensors are larger than the archive")

@@ -1,7 +1,7 @@
 """What files of `torch.save` hold beside tensors of numbers, as inert values: nothing of it is run, or read.
 
 A training script saves its arguments, its counters, NumPy's numbers, and tensors without plain numbers: of the meta
-device, sparse, quantized. A file is readable all the same: each of these becomes a value that has no numbers.
+device, sparse. A file is readable all the same: each of these becomes a value that has no numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,6 @@ class _OnMeta(NoNumbers):
 
 class _Sparse(NoNumbers):
     why = "it is sparse"
-
-
-class _Quantized(NoNumbers):
-    why = "it is quantized"
 
 
 class _Nested(NoNumbers):
@@ -55,7 +51,7 @@ def _counter(items: Unpickled = None) -> object:
     return items if isinstance(items, dict) else {}
 
 
-OTHER_DTYPES = ("complex32", "float4_e2m1fn_x2", "qint8", "quint8", "qint32")
+OTHER_DTYPES = ("complex32", "float4_e2m1fn_x2")
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
     "lightning_fabric.utilities.data",
@@ -66,17 +62,17 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 def _builtins(module: str) -> dict[tuple[str, str], Any]:
     # A pickle gets the name of a type, which it cannot call: as the argument of a `defaultdict`.
-    types = {(module, name): name for name in ("int", "float", "str", "bool", "list", "dict", "tuple", "Ellipsis")}
+    types = {
+        (module, name): name for name in ("int", "long", "float", "str", "bool", "list", "dict", "tuple", "Ellipsis")
+    }
     return types | records(module, "slice", "range", "frozenset", "bytearray")
 
 
 INERT: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _OnMeta,
     ("torch._utils", "_rebuild_sparse_tensor"): _Sparse,
-    ("torch._utils", "_rebuild_qtensor"): _Quantized,
     ("torch._utils", "_rebuild_nested_tensor"): _Nested,
     **{("torch", name): name for name in OTHER_DTYPES},
-    **{("torch", name): name for name in ("per_tensor_affine", "per_channel_affine")},
     **records("torch.serialization", "_get_layout"),
     ("collections", "defaultdict"): _Filled,
     ("collections", "Counter"): _counter,

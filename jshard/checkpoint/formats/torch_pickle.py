@@ -138,6 +138,7 @@ PLAIN: dict[tuple[str, str], Any] = {
     ("builtins", "bytes"): _no_bytes,
     ("builtins", "set"): set,
     ("builtins", "complex"): complex,
+    ("__builtin__", "getattr"): _attribute,
     ("__builtin__", "bytes"): _no_bytes,  # Python 2's name of the module, which older protocols write
     ("__builtin__", "set"): set,
     ("__builtin__", "complex"): complex,
