@@ -25,7 +25,7 @@ _LONG_S = 86400.0  # for waits on the work of one process, however long it takes
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """The processes that do something together: all of a run, or some of them.
 
     Attributes:
@@ -51,9 +51,9 @@ class Group:
         return "" if self.is_all else f" of processes {','.join(map(str, self.members))}"
 
 
-def all_processes() -> Group:
+def all_processes() -> ProcessGroup:
     """Returns all processes of the run."""
-    return Group(tuple(range(jax.process_count())))
+    return ProcessGroup(tuple(range(jax.process_count())))
 
 
 def is_primary() -> bool:
@@ -72,7 +72,7 @@ def exchange(
     *,
     timeout_s: float = _LONG_S,
     left: list[str] | None = None,
-    group: Group | None = None,
+    group: ProcessGroup | None = None,
 ) -> list[Any]:
     """Exchanges a value of every process: returns those of all, once all have called.
 
@@ -118,7 +118,7 @@ def all_or_none(
     failed: Callable[[Mapping[int, Mapping[str, Any]]], FourPartError],
     timeout_s: float = _LONG_S,
     left: list[str] | None = None,
-    group: Group | None = None,
+    group: ProcessGroup | None = None,
 ) -> list[Any]:
     """Lets all processes continue, or none: if one reports an error, all raise. Every process calls it.
 
@@ -210,7 +210,7 @@ class _Round:
     the next round uses the one after.
     """
 
-    def __init__(self, topic: str, timeout_s: float, group: Group) -> None:
+    def __init__(self, topic: str, timeout_s: float, group: ProcessGroup) -> None:
         self._topic = f"{topic}{group.suffix}"
         self._group = group
         self._timeout_s = timeout_s

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, cast
 
-from jshard._processes import Group, all_or_none, all_processes, failures, publish_failure, withdraw
+from jshard._processes import ProcessGroup, all_or_none, all_processes, failures, publish_failure, withdraw
 from jshard._types import Json
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, in_four_parts, write_failed
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 Report = TypeVar("Report")
 
 # Equal on all processes of a group, which make their saves in the same order.
-_save_numbers: collections.defaultdict[Group, Iterator[int]] = collections.defaultdict(itertools.count)
+_save_numbers: collections.defaultdict[ProcessGroup, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 class CollectiveSteps:
@@ -31,7 +31,7 @@ class CollectiveSteps:
         group: the processes that save, all by default.
     """
 
-    def __init__(self, path: Place, timeout_s: float, group: Group | None = None) -> None:
+    def __init__(self, path: Place, timeout_s: float, group: ProcessGroup | None = None) -> None:
         self._group = group or all_processes()
         self._path = path
         self._timeout_s = timeout_s

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from jshard._processes import Group, all_processes
+from jshard._processes import ProcessGroup, all_processes
 from jshard._text import counted
 from jshard._types import PyTree
 from jshard.checkpoint.data_position.position import is_data_position
@@ -15,7 +15,7 @@ from jshard.checkpoint.state import leaves as _leaves
 from jshard.errors import FourPartError
 
 
-def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: str = "packed") -> Group:
+def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: str = "packed") -> ProcessGroup:
     """Returns the processes that save or restore a state together; this process is one of them.
 
     Arrays over several processes say which: those of their mesh. Arrays on the devices of one process say nothing, as
@@ -42,7 +42,7 @@ def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: st
         raise CheckpointError(
             f"Other processes hold {counted(len(outside), 'array')} of the state, too.",
             where=outside,
-            why=f"the processes that save or restore it are {_list(group)}.",
+            why=f"it is saved or restored by {_named(group)} alone.",
             do="leave out `processes`, and let all processes that hold these arrays call it.",
         )
     positions = [key for key, leaf in leaves.items() if is_data_position(leaf)]
@@ -60,14 +60,14 @@ def _named_leaves(state: PyTree) -> Mapping[str, object]:
     return {_leaves.text(path): leaf for path, leaf in leaves.items()}
 
 
-def _group_of_arrays(leaves: Mapping[str, object]) -> Group:
+def _group_of_arrays(leaves: Mapping[str, object]) -> ProcessGroup:
     """Returns the processes of the mesh of all arrays that are over several processes; without one, all processes."""
     meshes = {members for _, members in _processes_of_arrays(leaves) if len(members) > 1}
     if len(meshes) != 1:
         # Of several meshes, no process may hold a part of all arrays: the save says which are missing where.
         return all_processes()
     (members,) = meshes
-    return Group(tuple(sorted(members)))
+    return ProcessGroup(tuple(sorted(members)))
 
 
 def _processes_of_arrays(leaves: Mapping[str, object]) -> Iterator[tuple[str, frozenset[int]]]:
@@ -78,7 +78,7 @@ def _processes_of_arrays(leaves: Mapping[str, object]) -> Iterator[tuple[str, fr
             yield key, frozenset(device.process_index for device in sharding.device_set)
 
 
-def _checked(processes: Sequence[int]) -> Group:
+def _checked(processes: Sequence[int]) -> ProcessGroup:
     """Returns processes as a group; raises `CheckpointError` if these are no processes of the run."""
     known = range(jax.process_count())
     are_known = bool(processes) and all(process in known for process in processes)
@@ -89,30 +89,32 @@ def _checked(processes: Sequence[int]) -> Group:
             why=f"each is one of the {len(known)} processes of the run, counted from 0, and named once.",
             do="processes=[jax.process_index()]",
         )
-    return Group(tuple(sorted(processes)))
+    return ProcessGroup(tuple(sorted(processes)))
 
 
-def _list(group: Group) -> str:
-    return ", ".join(map(str, group.members))
+def _named(group: ProcessGroup) -> str:
+    """Returns a text such as "processes 0, 2"."""
+    noun = "process" if len(group.members) == 1 else "processes"
+    return f"{noun} {', '.join(map(str, group.members))}"
 
 
-def _not_a_member(group: Group, leaves: Mapping[str, object]) -> CheckpointError:
+def _not_a_member(group: ProcessGroup, leaves: Mapping[str, object]) -> CheckpointError:
     arrays = [key for key, _ in _processes_of_arrays(leaves)]
     return CheckpointError(
         f"Process {jax.process_index()} does not save or restore this state.",
         where=arrays,
-        why=f"only processes {_list(group)} do, whose devices its arrays are on, and they do not wait for this one.",
-        do=f"if jax.process_index() in ({_list(group)},):\n    js.checkpoint.save(path, state)",
+        why=f"that is for {_named(group)}, whose devices its arrays are on: they do not wait for this one.",
+        do=f"if jax.process_index() in {group.members}:  # around the call",
     )
 
 
-def _needs_all(group: Group, positions: Sequence[str]) -> CheckpointError:
+def _needs_all(group: ProcessGroup, positions: Sequence[str]) -> CheckpointError:
     """Makes the error for what all processes of a run do together."""
     where = list(positions) or 'format="orbax"'
     why = "a position in the data is that of all processes" if positions else "Orbax's own form is written by all"
     do = "leave them out of the state: save them in all processes, to another path."
     return CheckpointError(
-        f"Only processes {_list(group)} save or restore this state, and it needs all.",
+        f"The state needs all processes, and only {_named(group)} would save or restore it.",
         where=where,
         why=f"{why}, of which there are {jax.process_count()}.",
         do=do if positions else 'format="packed"',

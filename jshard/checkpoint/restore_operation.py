@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jshard._processes import Group, all_or_none, all_processes
+from jshard._processes import ProcessGroup, all_or_none, all_processes
 from jshard._text import counted, human_bytes
 from jshard._types import Json, PyTree
 from jshard.checkpoint import manifest as _manifest
@@ -116,7 +116,7 @@ class RestoreOperation:
         extra: Extra = "error",
         read_once: bool = False,
         mmap: bool = False,
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.opened = opened
         self._group = group or all_processes()

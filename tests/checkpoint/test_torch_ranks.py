@@ -44,8 +44,7 @@ def write(folder, states, name="rank_{}.pt"):
 def fsdp_states(count=4):
     """What FSDP2 has on each rank: more ranks than rows of a bias, so that some have no part of it."""
     return [
-        {"model": {"w": parameter(fsdp(W, rank, count)), "b": fsdp(B, rank, count)}, "step": 7}
-        for rank in range(count)
+        {"model": {"w": parameter(fsdp(W, rank, count)), "b": fsdp(B, rank, count)}, "step": 7} for rank in range(count)
     ]
 
 

@@ -72,7 +72,7 @@ def what_does_not_fit_is_refused_at_once(said):
         "outside": "Process 2 does not save or restore this state.",
         "too few": "Other processes hold 2 arrays of the state, too.",
         "unknown": "These processes cannot save or restore together.",
-        "orbax": "and it needs all.",
+        "orbax": "The state needs all processes",
         "twice": "that path already exists.",
         "missing": "1 of 2 processes did not reach a synchronization point.",
     }

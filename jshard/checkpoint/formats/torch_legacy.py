@@ -129,7 +129,7 @@ def _storage_in_storage(path: Path) -> CheckpointError:
     return CheckpointError(
         "The file has a storage inside of another.",
         where=str(path),
-        why="versions of PyTorch before 0.4 wrote it, and nothing tells where it ends.",
+        why="versions of PyTorch before 0.4 wrote it, and nothing says where it ends.",
         do="save it again with PyTorch, as an archive:\n"
         f"python -c \"import torch; p = {str(path)!r}; torch.save(torch.load(p, weights_only=True), p + '.pt')\"",
     )

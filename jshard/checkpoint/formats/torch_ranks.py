@@ -20,7 +20,7 @@ from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, read_region, stored_array
 from jshard.checkpoint.formats.torch_pickle import Unpickled
-from jshard.checkpoint.formats.torch_shards import Part, Piece, Sharded, part_of
+from jshard.checkpoint.formats.torch_shards import FilePart, StoredBox, Sharded, part_of
 from jshard.errors import printable
 
 _RANK = re.compile(r"(?P<before>(?:.*[^A-Za-z])?)rank[_-]?(?P<rank>[0-9]{1,9})(?P<after>.*)")
@@ -59,11 +59,11 @@ def files_of_group(path: Path, files: Mapping[int, Path]) -> list[Path]:
 class _ShardedArray:
     """A tensor in boxes, which make it up: none is missing, and no two have a number in common."""
 
-    def __init__(self, name: str, file: Path, parts: Sequence[Part]) -> None:
+    def __init__(self, name: str, file: Path, parts: Sequence[FilePart]) -> None:
         first = parts[0]
         self.leaf = stored_array(first.shape, first.dtype)
         # Replicas are alike by definition: the first one is read.
-        pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = {}
+        pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredBox] = {}
         for part in parts:
             for piece in part.pieces:
                 pieces.setdefault((piece.start, piece.region.shape), piece)

@@ -118,19 +118,19 @@ SHARDED: dict[tuple[str, str], Any] = {
 """The names of tensors in shards. Those of TENSOR are allowed with them."""
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor, in a file."""
 
     start: tuple[int, ...]
     region: FileRegion
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """What one file holds of a tensor."""
 
     shape: tuple[int, ...]  # of the whole tensor
     dtype: np.dtype
-    pieces: list[Piece]
+    pieces: list[StoredBox]
     work: int  # steps taken to find them, which a few bytes of a pickle can ask for
 
 
@@ -141,7 +141,7 @@ _MAX_PIECES = 1024  # of a part; tensor parallelism makes as many as it has devi
 _MAX_DEGREE = 1 << 20  # of an axis
 
 
-def part_of(file: Path, name: str, sharded: Sharded) -> Part:
+def part_of(file: Path, name: str, sharded: Sharded) -> FilePart:
     """Returns what a file holds of a tensor, or raises if its shards do not fit their description."""
     kind, args, state = sharded.args
     shape, dtype = _described(file, name, args)
@@ -157,10 +157,10 @@ def part_of(file: Path, name: str, sharded: Sharded) -> Part:
         if region.dtype != dtype or not _is_inside(piece, shape):
             is_at = f"{region.shape} {region.dtype} at {piece.start}"
             raise damaged(file, f"{printable(name)} is {shape} {dtype}, and a shard of it {is_at}.")
-    return Part(shape, dtype, pieces, work + len(pieces))
+    return FilePart(shape, dtype, pieces, work + len(pieces))
 
 
-def _is_inside(piece: Piece, shape: tuple[int, ...]) -> bool:
+def _is_inside(piece: StoredBox, shape: tuple[int, ...]) -> bool:
     if len(piece.start) != len(shape):
         return False
     dims = zip(piece.start, piece.region.shape, shape, strict=True)
@@ -188,7 +188,7 @@ def _fields(state: Unpickled) -> Mapping[object, Unpickled]:
 
 def _pieces_of_dtensor(
     file: Path, name: str, shape: tuple[int, ...], fields: Mapping[object, Unpickled]
-) -> tuple[list[Piece], int]:
+) -> tuple[list[StoredBox], int]:
     """Returns the boxes of the local numbers, and the work of finding them."""
     spec = fields.get("_spec")
     local = fields.get("_local_tensor")
@@ -319,7 +319,7 @@ def _taken(ranges: Sequence[_Range], shares: Sequence[_Range]) -> list[_Range]:
     return taken
 
 
-def _pieces(file: Path, name: str, ranges: Sequence[Sequence[_Range]], local: FileRegion) -> list[Piece]:
+def _pieces(file: Path, name: str, ranges: Sequence[Sequence[_Range]], local: FileRegion) -> list[StoredBox]:
     """Returns the boxes that local numbers are: one for each combination of ranges of the dims."""
     shape = tuple(map(_length, ranges))
     if 0 in shape:
@@ -336,7 +336,7 @@ def _pieces(file: Path, name: str, ranges: Sequence[Sequence[_Range]], local: Fi
             offset += at * stride
         start = tuple(box[0] for box in boxes)
         sizes = tuple(box[2] for box in boxes)
-        pieces.append(Piece(start, local._replace(offset=offset, shape=sizes)))
+        pieces.append(StoredBox(start, local._replace(offset=offset, shape=sizes)))
     return pieces
 
 
@@ -353,7 +353,7 @@ def _placed(ranges: Sequence[_Range]) -> list[tuple[int, int, int]]:
 # ---- ShardedTensor
 
 
-def _pieces_of_sharded_tensor(file: Path, name: str, state: Unpickled) -> list[Piece]:
+def _pieces_of_sharded_tensor(file: Path, name: str, state: Unpickled) -> list[StoredBox]:
     shards = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(shards, list):
         raise _unknown(file, name, "it has no list of shards.")
@@ -370,7 +370,7 @@ def _pieces_of_sharded_tensor(file: Path, name: str, state: Unpickled) -> list[P
         if region.shape != sizes:
             raise damaged(file, f"a shard of {printable(name)} has the shape {region.shape}, and should have {sizes}.")
         if 0 not in region.shape:
-            pieces.append(Piece(start, region))
+            pieces.append(StoredBox(start, region))
     return pieces
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jshard._processes import Group, all_processes
+from jshard._processes import ProcessGroup, all_processes
 from jshard._text import counted
 from jshard.checkpoint.data_position.position import is_data_position, position_text, set_position
 from jshard.checkpoint.errors import CheckpointError
@@ -32,7 +32,7 @@ _STORABLE = frozenset(  # dtypes that TensorStore supports
 
 
 def storable(
-    leaves: Mapping[Path, object], *, abstract: bool = False, group: Group | None = None
+    leaves: Mapping[Path, object], *, abstract: bool = False, group: ProcessGroup | None = None
 ) -> dict[str, StoredValue]:
     """Returns leaves, by path as text, in the types that are stored: only arrays, ints, floats and texts.
 
@@ -85,7 +85,7 @@ def _check_values_exist(leaves: Mapping[Path, object]) -> None:
         )
 
 
-def _stored(leaf: object, group: Group) -> StoredValue | None:
+def _stored(leaf: object, group: ProcessGroup) -> StoredValue | None:
     """Returns the stored form of a leaf; None if it cannot be stored."""
     if isinstance(leaf, enum.Enum):
         # Before the types below, of which an enum may be, too. Its `str` is "Phase.MAIN" where the value is "main", by
@@ -114,7 +114,7 @@ def _stored_array(array: np.ndarray) -> np.ndarray | None:
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _stored_device_array(array: jax.Array, group: Group) -> jax.Array | None:
+def _stored_device_array(array: jax.Array, group: ProcessGroup) -> jax.Array | None:
     if not _is_storable(array.dtype):
         return None
     if is_local(array, group):  # every process has a copy, and one is written
@@ -122,7 +122,7 @@ def _stored_device_array(array: jax.Array, group: Group) -> jax.Array | None:
     return array
 
 
-def _without_values(leaf: object, group: Group) -> StoredValue | None:
+def _without_values(leaf: object, group: ProcessGroup) -> StoredValue | None:
     """Returns what stands for the stored form of a leaf if only its type matters; None if it cannot be stored."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard._processes import Group
+from jshard._processes import ProcessGroup
 from jshard._text import counted
 from jshard._types import Json
 from jshard.checkpoint.errors import CheckpointError
@@ -26,12 +26,12 @@ def first_devices() -> dict[int, jax.Device]:  # pyright: ignore[reportInvalidTy
     return {device.process_index: device for device in reversed(jax.devices())}
 
 
-def is_local(leaf: object, group: Group) -> TypeGuard[jax.Array]:
+def is_local(leaf: object, group: ProcessGroup) -> TypeGuard[jax.Array]:
     """Returns whether this is a process-local array and there are several processes."""
     return isinstance(leaf, jax.Array) and len(group.members) > 1 and leaf.is_fully_addressable
 
 
-def as_replicas(leaf: jax.Array, group: Group) -> jax.Array:
+def as_replicas(leaf: jax.Array, group: ProcessGroup) -> jax.Array:
     """Returns the copies of all processes as replicas of one array, without communication."""
     devices = first_devices()
     mesh = Mesh(np.array([devices[process] for process in group.members]), "process")
@@ -39,7 +39,7 @@ def as_replicas(leaf: jax.Array, group: Group) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, PartitionSpec()), [copy])
 
 
-def local_copies(leaves: Mapping[str, object], group: Group) -> dict[str, CopyFacts]:
+def local_copies(leaves: Mapping[str, object], group: ProcessGroup) -> dict[str, CopyFacts]:
     """Returns what to compare of this process's copies of process-local arrays, by path."""
     copies = {}
     for path, leaf in leaves.items():
@@ -54,7 +54,7 @@ def local_copies(leaves: Mapping[str, object], group: Group) -> dict[str, CopyFa
     return copies
 
 
-def check_equal(copies_by_process: Sequence[Mapping[str, CopyFacts]], group: Group) -> None:
+def check_equal(copies_by_process: Sequence[Mapping[str, CopyFacts]], group: ProcessGroup) -> None:
     """Raises `CheckpointError` unless `local_copies` is the same on every process of a group."""
     all_paths = {path for copies in copies_by_process for path in copies}
     first_copies = copies_by_process[0]
