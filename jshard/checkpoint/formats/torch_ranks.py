@@ -20,7 +20,7 @@ from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, read_region, stored_array
 from jshard.checkpoint.formats.torch_pickle import Unpickled
-from jshard.checkpoint.formats.torch_shards import FilePart, StoredBox, Sharded, part_of
+from jshard.checkpoint.formats.torch_shards import FilePart, Sharded, StoredBox, part_of
 from jshard.errors import printable
 
 _RANK = re.compile(r"(?P<before>(?:.*[^A-Za-z])?)rank[_-]?(?P<rank>[0-9]{1,9})(?P<after>.*)")

@@ -49,15 +49,15 @@ class _Wrapper(Record):
     """The function that makes an empty tensor of these classes."""
 
 
-class _Shard(Record):
+class _ShardPlacement(Record):
     """A placement: the dim is cut into equal parts, but for the last ones."""
 
 
-class _StridedShard(Record):
-    """A placement: the dim is cut into some parts, and each of those as by `_Shard`."""
+class _StridedPlacement(Record):
+    """A placement: the dim is cut into some parts, and each of those as by `_ShardPlacement`."""
 
 
-class _Replicate(Record):
+class _ReplicatePlacement(Record):
     """A placement: all have the whole."""
 
 
@@ -81,7 +81,7 @@ def _attribute(owner: object, name: object) -> object:
 
 
 def _placements(module: str) -> dict[tuple[str, str], Any]:
-    classes = {"Shard": _Shard, "_StridedShard": _StridedShard, "Replicate": _Replicate}
+    classes = {"Shard": _ShardPlacement, "_StridedShard": _StridedPlacement, "Replicate": _ReplicatePlacement}
     names = {(module, name): record for name, record in classes.items()}
     return names | records(module, "Partial", "_Partial")
 
@@ -208,7 +208,7 @@ def _pieces_of_dtensor(
     ranges: list[list[_Range]] = [[(0, size)] for size in shape]
     work = 0
     for placement, degree, index in zip(placements, degrees, coordinate, strict=True):
-        if isinstance(placement, _Replicate):
+        if isinstance(placement, _ReplicatePlacement):
             continue
         dim, num_groups = _cut_of(file, name, placement, len(shape))
         num_steps = num_groups * len(ranges[dim])
@@ -271,9 +271,9 @@ def _cut_of(file: Path, name: str, placement: Unpickled, ndim: int) -> tuple[int
     """Returns the dim that a placement cuts, and the number of parts of the dim that it cuts each."""
     dim: Unpickled = None
     num_groups: Unpickled = 1
-    if isinstance(placement, _Shard | _StridedShard):
+    if isinstance(placement, _ShardPlacement | _StridedPlacement):
         dim = placement.get("dim")
-    if isinstance(placement, _StridedShard):
+    if isinstance(placement, _StridedPlacement):
         num_groups = placement.get("split_factor")
     is_dim = type(dim) is int and -ndim <= dim < ndim
     is_count = type(num_groups) is int and 0 < num_groups <= _MAX_PIECES
