@@ -124,3 +124,10 @@ def no_stored_programs() -> Iterator[None]:
     compilation_cache.reset_cache()
     yield
     _keep_programs()
+
+
+@pytest.fixture
+def ranks_as_users_have_them() -> Iterator[None]:
+    """Arrays of different ranks may be added, as by default in JAX; the other tests refuse it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield

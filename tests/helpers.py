@@ -187,6 +187,11 @@ def abstract(config: Config, mesh: Any, **settings: Any) -> Decoder:
     return js.abstract_init(builder(config), annotator(mesh, **settings))
 
 
+def ups(path: tuple[Any, ...], variable: Any) -> bool:
+    """A filter of nnx: the first matrix of every block of the decoder."""
+    return isinstance(variable, nnx.Param) and "up" in path
+
+
 def token_batch(config: Config, batch: int = 16, length: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, the same text one token later: two int32 arrays (batch, length)."""
     ids = np.random.default_rng(seed).integers(0, config.vocab, (batch, length + 1), dtype=np.int32)
@@ -197,6 +202,26 @@ def loss_fn(model: Decoder, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean cross entropy over the global batch."""
     logits = model(inputs).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def mean_square(model: Callable[[Any], jax.Array], x: Any) -> jax.Array:
+    """Mean square of what a model gives, in float32: a loss for a model of which only the arithmetic matters."""
+    return (model(x).astype(jnp.float32) ** 2).mean()
+
+
+def losses_of_steps(
+    model: nnx.Module, x: Any, optimizer: nnx.Optimizer, grad_fn: Callable | None = None
+) -> list[float]:
+    """The mean squares of three steps of training, in plain Flax."""
+    grad_fn = grad_fn or nnx.value_and_grad(mean_square)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = grad_fn(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    return [float(step(model, optimizer, x)) for _ in range(3)]
 
 
 def compile_to_read(lowered: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -33,6 +33,46 @@ class Block(nn.Module):
         return x + nn.Dense(self.width)(h)
 
 
+class TwoLayers(nn.Module):
+    """Two dense layers with an activation between them."""
+
+    hidden: int
+    out_features: int
+    activation: Callable[[jax.Array], jax.Array] = nn.gelu
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        h = self.activation(nn.Dense(self.hidden, dtype=self.dtype)(x))
+        return nn.Dense(self.out_features, dtype=self.dtype)(h)
+
+
+class Residual(nn.Module):
+    """A residual block of two dense layers with an activation between them: `Block` without what that has besides."""
+
+    hidden: int
+    activation: Callable[[jax.Array], jax.Array] = nn.gelu
+
+    @nn.compact
+    def __call__(self, x):
+        h = self.activation(nn.Dense(self.hidden)(x))
+        return x + nn.Dense(x.shape[-1])(h)
+
+
+class Tower(nn.Module):
+    """Blocks one after the other, and a dense layer behind them."""
+
+    make_block: Callable[..., nn.Module]
+    out_features: int
+    depth: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.depth):
+            x = self.make_block(name=f"block_{i}")(x)
+        return nn.Dense(self.out_features, name="head")(x)
+
+
 class Decoder(nn.Module):
     """Token ids (batch, length) in, logits (batch, length, vocab) out; the table also scores the tokens."""
 

@@ -78,9 +78,14 @@ def flat(state: Any) -> dict[str, np.ndarray]:
 
 def _host(leaf: Any) -> np.ndarray:
     value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    whole = np.asarray(jax.random.key_data(value) if is_key else value)
+    whole = np.asarray(numbers_of(value))
     return whole[tuple(map(slice, leaf.shape))]  # without padding
+
+
+def numbers_of(x: Any) -> Any:
+    """An array of numbers as it is, and one of random keys as the numbers that they are made of."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
 
 
 def worst(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -133,3 +138,10 @@ def assert_parity(
     assert apart.state <= 1e-5, apart
     assert found.traces == 1
     return apart
+
+
+def distance(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
+    """Difference of two sets of arrays in L2 over all of them, relative to the second."""
+    assert found.keys() == wanted.keys()
+    square = lambda arrays: sum(float((np.float64(x) ** 2).sum()) for x in arrays)
+    return (square(found[k] - wanted[k] for k in wanted) / square(wanted.values())) ** 0.5

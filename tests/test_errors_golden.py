@@ -37,6 +37,7 @@ from jshard.plans.make_mesh import _in_torus
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers, submodule_before_init
+from tests.toy_models import Cube
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "errors.txt"
 PACKAGE = pathlib.Path(js.__file__).parent
@@ -77,16 +78,6 @@ class Odd(nnx.Module):
 
     def __call__(self, x):
         return self.down(self.up(x))
-
-
-class Cube(nnx.Module):
-    """A large parameter, all of whose dims are smaller than the axis."""
-
-    def __init__(self):
-        self.odd = nnx.Param(jnp.ones((7, 7, 7, 7, 7)))
-
-    def __call__(self, x):
-        return x * self.odd[0, 0, 0, 0, 0]
 
 
 class Texts(nnx.Module):

@@ -442,9 +442,7 @@ def _interpreter(name, monkeypatch, tmp_path):
 Point = collections.namedtuple("Point", "y x")
 
 
-class Model(nnx.Module):
-    """Every kind of node."""
-
+class EveryKindOfNode(nnx.Module):
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
         self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(11)])
@@ -467,7 +465,7 @@ def walked(node: Any, depth: int = 0) -> list[tuple[Any, ...]]:
 
 @case(private_names.GRAPH_REGISTRY, private_names.GRAPH_NODE_IMPL, private_names.IS_GRAPH_NODE)
 def _graphlib(name, monkeypatch, tmp_path):
-    model = Model()
+    model = EveryKindOfNode()
     graphs = [model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), nnx.state(model), nnx.Rngs(0)]
     before = [walked(graph) for graph in graphs]
     assert sum(map(len, before)) > 200
@@ -477,7 +475,7 @@ def _graphlib(name, monkeypatch, tmp_path):
 
 @case(private_names.INTERNAL_STATE)
 def _internal_state(name, monkeypatch, tmp_path):
-    model = Model()
+    model = EveryKindOfNode()
     attribute = name.attribute
     before = _compat.children(model)
     remove(monkeypatch, name)
@@ -580,16 +578,9 @@ def test_bits_of_threefry_are_those_of_jax(bit_width, shape, is_partitionable):
 def test_without_that_function_bits_are_drawn_whole_and_equal(monkeypatch):
     """Each device draws the bits of the whole batch: slower, and the same numbers."""
 
-    class Block(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.linear = nnx.Linear(8, 8, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return self.dropout(self.linear(x))
-
     def loss_of() -> jax.Array:
-        model = Block(nnx.Rngs(0))
+        rngs = nnx.Rngs(0)
+        model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
         js.fully_shard(model, mesh=js.mesh())
         loss, _ = js.value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, jnp.ones((16, 8)))
         return loss
@@ -604,4 +595,4 @@ def test_whether_the_modules_of_a_class_are_pytrees(is_pytree):
     metaclass: Any = type(nnx.Module)
     cls = metaclass("Made", (nnx.Module,), {"__annotations__": {}}, pytree=is_pytree)
     assert _compat.is_pytree_class(cls) is is_pytree
-    assert _compat.is_pytree_class(Model) and _compat.is_pytree_class(nnx.Linear)
+    assert _compat.is_pytree_class(EveryKindOfNode) and _compat.is_pytree_class(nnx.Linear)

@@ -202,8 +202,11 @@ class BucketPath:
         prefix = f"{self.key}/" if self.key else ""
 
         def request() -> dict[str, int]:
-            pages = _driver().list(self._store, self.key or None)
-            return {meta["path"].removeprefix(prefix): meta["size"] for page in pages for meta in page}
+            sizes: dict[str, int] = {}
+            for page in _driver().list(self._store, self.key or None):
+                for meta in page:
+                    sizes[meta["path"].removeprefix(prefix)] = meta["size"]
+            return sizes
 
         return self._with_retries(request)
 

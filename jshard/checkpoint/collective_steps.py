@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from jshard._processes import ProcessGroup, all_or_none, all_processes, failures, publish_failure, withdraw
 from jshard._types import Json
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.errors import CheckpointError, in_four_parts, write_failed
+from jshard.checkpoint.errors import CheckpointError, in_four_parts, reasons_of, write_failed
 from jshard.errors import FourPartError, causes
 
 Result = TypeVar("Result")
@@ -119,5 +119,4 @@ class CollectiveSteps:
             if parts["is_request"]:
                 where = [*parts["where"], f"process {process}"]
                 return CheckpointError(parts["what"], where=where, why=parts["why"], do=parts["do"])
-        reasons = [f"process {process}: {parts['why']}" for process, parts in failures.items()]
-        return write_failed(self._path, "\n".join(reasons))
+        return write_failed(self._path, reasons_of(failures))

@@ -30,6 +30,7 @@ Target: TypeAlias = Any
 
 def to_read(stored: StoredLeaf, pick: Pick, target: Target) -> Target:
     """Returns the target of the read: the stored shape and dtype, with a sharding derived from that of the target."""
+    # What ends on the host is read to the host, whatever devices there are.
     if not stored.is_array or not isinstance(target, jax.ShapeDtypeStruct):
         return stored.on_host()
     dtype = jnp.dtype(stored.dtype)
@@ -84,7 +85,9 @@ def finish(pick: Pick, parts: Sequence[Leaf], target: Target) -> Leaf:
     if pick.form == "stack":
         return _stack(target.dtype, target.sharding)(parts)
     if pick.form == "layer":
+        # The number is an argument of the program: as a constant in it, every layer would compile one.
         return _take_layer(target.dtype, target.sharding)(part, pick.layer)
+    # Equivalent is enough: a spec of fewer dims may place the array alike, and then no program has to run.
     if part.dtype != target.dtype or not part.sharding.is_equivalent_to(target.sharding, part.ndim):
         return _cast(target.dtype, target.sharding)(part)
     return part
@@ -109,6 +112,7 @@ def _to_devices(pick: Pick, parts: Sequence[Leaf], target: jax.ShapeDtypeStruct)
         padding = [(0, padded - size) for padded, size in zip(target.shape, array.shape, strict=True)]
         array = np.pad(array, padding)
     assert target.sharding is not None
+    # Every process has all of the array on its host; each device takes its box.
     return jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__)
 
 
@@ -121,6 +125,7 @@ def _on_host(pick: Pick, parts: Sequence[Leaf], target: Target) -> Leaf:
     value = parts[0]
     if hasattr(value, "shape"):
         value = np.asarray(_picked(pick, parts)).item()
+    # As between arrays: an int that a float would round is refused.
     if isinstance(target, float) and isinstance(value, int):
         return _as_dtype(pick, np.asarray(value), np.dtype(np.float64)).item()
     return value
@@ -205,6 +210,7 @@ def num_overflows(pick: Pick, parts: Sequence[Leaf], leaf: Leaf) -> int:
     dtype = getattr(leaf, "dtype", int)
     if not jnp.issubdtype(stored_dtype, jnp.inexact) or not jnp.issubdtype(dtype, jnp.inexact):
         return 0
+    # A dtype with numbers as large makes no infinities of finite ones.
     is_narrower = float(jnp.finfo(dtype).max) < float(jnp.finfo(stored_dtype).max)
     if not is_narrower:
         return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from jshard._types import Json
 from jshard.errors import FourPartError, RunError, ShardingError, UnsafeFileError, causes, printable
 
 
@@ -39,8 +40,9 @@ def reason(error: BaseException) -> str:
         number = _os_error_number(cause)
         if number:
             return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})."
-    texts = [str(cause) for cause in reversed(chain) if str(cause)]  # the first cause comes first
-    text = texts[0] if texts else "no reason given"
+    text = "no reason given"
+    for cause in chain:
+        text = str(cause) or text  # the last that says something: it was the first to be raised
     return f"{type(chain[-1]).__name__}: {text.splitlines()[0][:300]}"
 
 
@@ -59,6 +61,11 @@ _MENDS = {  # by error names, as `reason` writes them
     ("ENAMETOOLONG",): "use a shorter path.",
     ("ENOTDIR", "EEXIST", "ENOENT"): "choose a path whose parents are folders or can be created.",
 }
+
+
+def reasons_of(failures: Mapping[int, Mapping[str, Json]]) -> str:
+    """Returns why some processes have failed, a line each."""
+    return "\n".join(f"process {process}: {parts['why']}" for process, parts in failures.items())
 
 
 def in_four_parts(path: object, error: Exception) -> FourPartError:

@@ -111,7 +111,10 @@ def _stored_names_text(key: str, rename: Mapping[str, str], absent: Mapping[str,
 
 def _untied(match: Match, stored: Mapping[str, StoredLeaf]) -> list[str]:
     """Returns a line on a stored head that a model has no place for because it ties its head to its embedding."""
-    embeddings = [path for path in match.used if EMBEDDING.search(path) and len(stored[path].shape) == 2]
+    embeddings = []
+    for path in match.used:
+        if EMBEDDING.search(path) and len(stored[path].shape) == 2:
+            embeddings.append(path)
     for path in match.extra:
         if not HEAD.search(path):
             continue
@@ -175,7 +178,10 @@ def _summed_up(
 
 def _count_below(keys: Iterable[str]) -> collections.Counter[str]:
     """Counts the keys below each of their parents."""
-    return collections.Counter(parent for key in keys for parent in _parents(key))
+    counts: collections.Counter[str] = collections.Counter()
+    for key in keys:
+        counts.update(_parents(key))
+    return counts
 
 
 def _parents(key: str) -> list[str]:
@@ -235,7 +241,12 @@ def _advice(
 
 def _prefixes_without_leaf(rename: Mapping[str, str], targets: Mapping[str, Target]) -> list[str]:
     """Returns the renamed prefixes that no leaf of `like` has: they have no effect."""
-    return [prefix for prefix in rename if not any(is_in(prefix, path) for path in targets)]
+    idle = []
+    for prefix in rename:
+        has_leaf = any(is_in(prefix, path) for path in targets)
+        if not has_leaf:
+            idle.append(prefix)
+    return idle
 
 
 def _policies_that_help(match: Match, stored: Mapping[str, StoredLeaf], targets: Mapping[str, Target]) -> list[str]:
@@ -260,11 +271,17 @@ class _Move(NamedTuple):
     prefix: str
     stored_prefix: str
 
+    @property
+    def rename(self) -> dict[str, str]:
+        """The argument of `restore`."""
+        return {self.prefix: self.stored_prefix}
+
 
 def _advice_to_rename(why: str, moves: Sequence[_Move]) -> _Advice:
-    texts = [json.dumps({move.prefix: move.stored_prefix}) for move in moves]
+    lines = []
+    for move in moves:
+        lines.append(f"restore(path, like, rename={json.dumps(move.rename)})")
     if len(moves) > 1:
-        lines = [f"restore(path, like, rename={text})" for text in texts]
         return _Advice(
             f"{why}\nSeveral stored trees have these leaves.", "\n".join(["say which one to restore:", *lines])
         )
@@ -273,7 +290,7 @@ def _advice_to_rename(why: str, moves: Sequence[_Move]) -> _Advice:
     if is_one_name:
         name = json.dumps(move.stored_prefix)
         return _Advice(why, f"the leaves are stored under {name}: restore(path, like={{{name}: ...}}).")
-    return _Advice(why, f"they are stored elsewhere: restore(path, like, rename={texts[0]}).")
+    return _Advice(why, f"they are stored elsewhere: {lines[0]}.")
 
 
 def _differ_in_dtype(match: Match, stored: Mapping[str, StoredLeaf], targets: Mapping[str, Target]) -> bool:
@@ -303,7 +320,7 @@ def _moves(match: Match, stored: Mapping[str, StoredLeaf], targets: Mapping[str,
         has_common_end = move.prefix != first_missing
         if not has_common_end or move in moves or _leads_to_moments(move):
             continue
-        places = {key: renamed(key, {move.prefix: move.stored_prefix}) for key in match.missing}
+        places = {key: renamed(key, move.rename) for key in match.missing}
         if not _are_all_stored(places, used, stored, targets):
             continue
         # It must place all surplus leaves, too. But a state without a name may be one of several stored trees.

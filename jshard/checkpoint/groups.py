@@ -29,10 +29,12 @@ def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: st
     Raises:
         CheckpointError: this process is not one of them, or some leaves need others, too.
     """
-    if jax.process_count() == 1 and processes is None:
-        return all_processes()
+    group = all_processes() if processes is None else _checked(processes)
+    if group.is_all and (processes is not None or len(group.members) == 1):
+        return group
     leaves = _named_leaves(state)
-    group = _group_of_arrays(leaves) if processes is None else _checked(processes)
+    if processes is None:
+        group = _group_of_arrays(leaves)
     if group.is_all:
         return group
     if jax.process_index() not in group.members:
@@ -57,7 +59,7 @@ def _named_leaves(state: PyTree) -> Mapping[str, object]:
         leaves = _leaves.flatten(state)
     except (FourPartError, TypeError, ValueError):
         return {}
-    return {_leaves.text(path): leaf for path, leaf in leaves.items()}
+    return _leaves.by_text(leaves)
 
 
 def _group_of_arrays(leaves: Mapping[str, object]) -> ProcessGroup:

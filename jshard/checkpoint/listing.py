@@ -48,21 +48,29 @@ def listing(path: Place) -> Listing:
         if not is_checkpoint(path):
             own_checkpoint(path)  # raises, and reports what is there
         return Listing(path=path, entries=(_entry(path, step=None),))
-    entries = [_entry(series / str(step), step=step) for step in steps_in(series)]
-    entries += [_incomplete_entry(series / str(step), step) for step in incomplete_in(series)]
-    entries.sort(key=lambda entry: entry.step or 0)
-    intact_steps = [entry.step for entry in entries if entry.step is not None and not entry.damage]
-    latest = max(intact_steps, default=None)
+    by_step: dict[int, ListedCheckpoint] = {}
+    for step in steps_in(series):
+        by_step[step] = _entry(series / str(step), step=step)
+    # A run continues from the newest that it can read: a damaged one is passed over.
+    latest = max((step for step, entry in by_step.items() if not entry.damage), default=None)
+    if latest is not None:
+        by_step[latest] = dataclasses.replace(by_step[latest], is_latest=True)
+    for step in incomplete_in(series):
+        by_step[step] = _incomplete_entry(series / str(step), step)
     return Listing(
         path=series,
-        entries=tuple(dataclasses.replace(entry, is_latest=entry.step == latest) for entry in entries),
+        entries=tuple(by_step[step] for step in sorted(by_step)),
         unfinished=tuple(_drafts_in(series)),
     )
 
 
 def _drafts_in(series: Place) -> list[str]:
     """Returns the folders of saves that have not completed."""
-    return sorted(item.name for item in series.iterdir() if item.name.endswith(DRAFT_SUFFIX) and item.is_dir())
+    drafts = []
+    for item in series.iterdir():
+        if item.name.endswith(DRAFT_SUFFIX) and item.is_dir():
+            drafts.append(item.name)
+    return sorted(drafts)
 
 
 def _incomplete_entry(path: Place, step: int) -> ListedCheckpoint:

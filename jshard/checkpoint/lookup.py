@@ -92,7 +92,7 @@ def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunE
         do = f"{mend}, then start the run again."
     return RunError(
         f"The checkpoint of step {path.name} could not be written.",
-        where=[str(path), *(place for place in error.where if place != str(path))],
+        where=list(dict.fromkeys([str(path), *error.where])),  # the path first, and once
         why=f"{error.why}\n{last}",
         do=do,
     )
@@ -102,6 +102,7 @@ def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
     """Makes the error for a checkpoint of a series that cannot be read; `steps` are the existing ones."""
     other_steps = [step for step in reversed(steps) if str(step) != path.name]
     if other_steps:
+        # That name is no number, so the series passes it over.
         do = f"mv {path} {path}.damaged\nand try again: step {other_steps[0]} is then the newest."
     else:
         do = "start the run again, in another folder."
@@ -129,15 +130,22 @@ def steps_in(folder: Place) -> list[int]:
     if not isinstance(folder, BucketPath):
         return [step for step in _numbers_in(folder) if is_committed(folder / str(step))]
     # In a bucket the manifest, which is written last, makes a checkpoint complete.
-    manifest = re.compile(f"(0|[1-9][0-9]*)/{re.escape(MANIFEST)}")
-    matches = [manifest.fullmatch(name) for name in folder.objects()]
-    return sorted(int(match[1]) for match in matches if match)
+    steps = []
+    for name in folder.objects():
+        step, _, file = name.partition("/")
+        if file == MANIFEST and _is_number(step):
+            steps.append(int(step))
+    return sorted(steps)
 
 
 def incomplete_in(folder: Place) -> list[int]:
     """Returns the steps whose folder is not a complete checkpoint, oldest first."""
-    steps = _numbers_in(folder)
-    return [step for step in steps if (folder / str(step)).is_dir() and not is_committed(folder / str(step))]
+    steps = []
+    for step in _numbers_in(folder):
+        place = folder / str(step)
+        if place.is_dir() and not is_committed(place):
+            steps.append(step)
+    return steps
 
 
 def _numbers_in(folder: Place) -> list[int]:
@@ -162,6 +170,11 @@ class _Nearby:
 
 _FILE = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)(\.index\.json)?")  # that can be read by itself
 _PART = re.compile(r"\.metadata|.+\.distcp|.+_states\.pt")  # of DCP and DeepSpeed
+
+
+def _is_readable_file(name: str) -> bool:
+    """Returns whether a file of this name may be read by itself; the parts of other libraries may not."""
+    return bool(_FILE.fullmatch(name)) and not _PART.fullmatch(name)
 
 
 def _nearby(path: Place) -> _Nearby:
@@ -197,7 +210,7 @@ def _in_folder(folder: Path) -> _Nearby:
     if runs:
         return _among_runs(runs)
     names = sorted(path.name for path in folder.iterdir())
-    files = [name for name in names if _FILE.fullmatch(name) and not _PART.fullmatch(name)]
+    files = [name for name in names if _is_readable_file(name)]
     if files:
         readable = counted(len(files), "file")
         why = f"it holds {readable} that may be read, and nothing says which of them is the model."

@@ -121,6 +121,16 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
     return StoredLeaf(shape=shape, dtype=jnp.dtype(numbers.dtype).name, key=key, spec=_spec(leaf))
 
 
+def describe_all(leaves: Mapping[str, Any], logical_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredLeaf]:
+    """Returns leaves as they will be stored; those without a logical shape have no padding."""
+    return {path: describe(leaf, logical_shapes.get(path)) for path, leaf in leaves.items()}
+
+
+def python_values(leaves: Mapping[str, object]) -> dict[str, Value]:
+    """Returns the leaves that are Python values: the manifest has them, and no file of arrays."""
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Value)}
+
+
 def _spec(leaf: object) -> str | None:
     sharding = getattr(leaf, "sharding", None)
     return spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else None
@@ -151,7 +161,10 @@ def to_text(manifest: Manifest) -> str:
     body = json.dumps(to_json(manifest))
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body})
     if len(text) > MOST_BYTES:  # it could not be read again
-        sizes = {path: len(value) for path, value in manifest.values.items() if isinstance(value, str)}
+        sizes: dict[str, int] = {}
+        for path, value in manifest.values.items():
+            if isinstance(value, str):
+                sizes[path] = len(value)
         raise CheckpointError(
             "The checkpoint cannot be written: its texts are too large.",
             where=sorted(sizes, key=lambda path: -sizes[path]),
@@ -250,11 +263,12 @@ def _size_of_file(folder: Place, name: str, sizes_in_bucket: Mapping[str, int]) 
 
 def to_json(manifest: Manifest) -> dict[str, Json]:
     """Returns a manifest as JSON values."""
-    fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
     leaves = {}
     for path, leaf in manifest.leaves.items():
+        # What is None is left out: a reader has the same default.
         leaves[path] = {name: value for name, value in vars(leaf).items() if value is not None}
-    return {"format": FORMAT if manifest.packed else 1, **fields, "leaves": leaves}
+    # Without packed files, Orbax writes the arrays, as in format 1.
+    return {"format": FORMAT if manifest.packed else 1, **vars(manifest), "leaves": leaves}
 
 
 def from_json(fields: Mapping[str, Json]) -> Manifest:
@@ -268,7 +282,10 @@ def from_json(fields: Mapping[str, Json]) -> Manifest:
     """
     checked(fields, _ShownFields)
     known = _known_fields(Manifest, fields)
-    known["leaves"] = {path: _checked_leaf(path, leaf) for path, leaf in fields["leaves"].items()}
+    leaves: dict[str, StoredLeaf] = {}
+    for path, leaf in fields["leaves"].items():
+        leaves[path] = _checked_leaf(path, leaf)
+    known["leaves"] = leaves
     known["files"] = _checked_files(fields.get("files", {}))
     known["packed"] = _checked_files(fields.get("packed", {}))
     _check_values(known)
@@ -357,12 +374,13 @@ def is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
 
 def _checked_files(files: Mapping[str, Json]) -> dict[str, tuple[int, int | None]]:
     """Returns the sizes and checksums of files, by name."""
-    pairs = {name: (size, checksum) for name, (size, checksum) in files.items()}
-    for name, (size, checksum) in pairs.items():
+    pairs: dict[str, tuple[int, int | None]] = {}
+    for name, (size, checksum) in files.items():
         if name and not is_inside(name):  # "" stands for a part in memory
             raise ValueError(f"it names a file outside of the checkpoint: {name[:200]}")
         if type(size) is not int or size < 0 or type(checksum) not in (int, type(None)):
             raise ValueError(f"{name[:200]} has the size {str(size)[:100]} and the checksum {str(checksum)[:100]}")
+        pairs[name] = (size, checksum)
     return pairs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax.numpy as jnp
@@ -87,6 +87,7 @@ def match(
         if pick is None:
             missing.append(path)
             continue
+        # Also of a leaf that turns out not to fit: it is reported once, and its stored leaf is not extra besides.
         picks[path] = pick
         comparison = _compare_picked(pick, stored, target)
         if comparison.problem is not None:
@@ -101,7 +102,10 @@ def match(
             problems.append(Problem(depth.stack, f"stored {depth.stored_count} layers  wanted {depth.count}"))
     roots = {renamed(name, rename) for name in names}
     skipped = _stored_paths(picks) | set(ignored)
-    extra = [path for path in stored if path not in skipped and _is_below_any(roots, path)]
+    extra: list[str] = []
+    for path in stored:
+        if path not in skipped and _is_below_any(roots, path):
+            extra.append(path)
     return Match(
         picks=picks,
         missing=tuple(missing),
@@ -113,7 +117,10 @@ def match(
 
 
 def _stored_paths(picks: Mapping[str, Pick]) -> set[str]:
-    return {path for pick in picks.values() for path in pick.stored}
+    paths: set[str] = set()
+    for pick in picks.values():
+        paths.update(pick.stored)
+    return paths
 
 
 def _is_below_any(roots: Collection[str], path: str) -> bool:
@@ -126,6 +133,11 @@ def is_in(root: str, path: str) -> bool:
     if root == "":
         return True
     return f"{path}/".startswith(f"{root}/")
+
+
+def first_keys(paths: Iterable[str]) -> set[str]:
+    """Returns the first keys of some paths: the names of the parts of a state."""
+    return {path.partition("/")[0] for path in paths}
 
 
 def renamed(path: str, rename: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.converting import Leaf, Target
 from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
-from jshard.checkpoint.packed.layout import Limits, limits, size_of
+from jshard.checkpoint.packed.layout import Limits, limits, size_of, slices_of, whole_box
 
 
 class Opened:
@@ -51,8 +51,14 @@ class Opened:
 
     def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
         """Returns the number of elements read for some boxes of an array; whole chunks are read for each box."""
+        # Without known chunks a leaf is taken as one: the forecast then says too much rather than too little.
         chunk = leaf.chunk or leaf.shape
-        return sum(size_of(_in_whole_chunks(box, chunk, leaf.shape)) for box in boxes if size_of(box))
+        count = 0
+        for box in boxes:
+            # For an empty box no chunk is read, though its limits may be inside of one.
+            if size_of(box):
+                count += size_of(_in_whole_chunks(box, chunk, leaf.shape))
+        return count
 
     def values(self) -> dict[str, int | float | str]:
         """Returns the leaves that are Python numbers or strings, by path."""
@@ -89,13 +95,13 @@ def boxes_of(leaf: StoredLeaf, target: Target) -> tuple[Limits, ...]:
         is_key = len(target.shape) != len(leaf.shape)  # stored as numbers, with a dim more
         if not is_key:
             return held_boxes(target.sharding, tuple(target.shape))
-    return (tuple((0, size) for size in leaf.shape),)
+    return (whole_box(leaf.shape),)
 
 
 def cut(shape: Sequence[int], itemsize: int, budget_bytes: int) -> Iterator[Box]:
     """Cuts an array into boxes of at most this many bytes, along the first dim as far as possible, then the next."""
     if math.prod(shape) * itemsize <= max(budget_bytes, itemsize):  # an element is never cut
-        yield tuple(slice(0, size) for size in shape)
+        yield slices_of(whole_box(shape))
         return
     # A row larger than the budget is cut along the next dim, by the call below.
     step = max(1, budget_bytes // (math.prod(shape[1:]) * itemsize))

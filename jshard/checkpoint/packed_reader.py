@@ -27,8 +27,8 @@ from jshard.checkpoint.packed.file_io import FileSource, LocalFolder
 from jshard.checkpoint.packed.file_reads import ChangedError, Read
 from jshard.checkpoint.packed.host_memory import HOST_MEMORY, MappedBoxes, Slab
 from jshard.checkpoint.packed.host_snapshot import HEAD_BYTES
-from jshard.checkpoint.packed.layout import Limits, limits
-from jshard.checkpoint.packed.pieces import PackedFile, Pieces, Want, check_pieces
+from jshard.checkpoint.packed.layout import Limits, limits, shape_of, whole_box
+from jshard.checkpoint.packed.pieces import LeafColumns, PackedFile, Pieces, Want, check_pieces
 from jshard.checkpoint.packed.shared_reads import SharedReads
 from jshard.errors import printable
 
@@ -61,16 +61,13 @@ class PackedCheckpoint(Opened):
     @functools.cached_property
     def pieces(self) -> Pieces:
         """The pieces of all leaves, by the number of the leaf in the manifest."""
-        leaves = self.leaves.values()
-        shapes = [leaf.shape for leaf in leaves]
-        # Python values are in the manifest and have no pieces, but they have numbers: their itemsize is a placeholder.
-        itemsizes = [np.dtype(leaf.dtype).itemsize if leaf.is_array else 1 for leaf in leaves]
+        columns = LeafColumns.of(self.leaves.values())
         files = []
         for name, (size, checksum) in self.manifest.packed.items():
             file_path = self.path / FOLDER / name
             try:
                 file = PackedFile.open(self._source, name, size)
-                check_pieces(file.index, shapes, itemsizes)
+                check_pieces(file.index, columns)
             except (BucketError, DamagedError):  # `DamagedError` is a `ValueError`, too
                 raise
             except (OSError, ValueError) as error:
@@ -99,7 +96,7 @@ class PackedCheckpoint(Opened):
         leaf = self.leaves[name]
         box_limits = bounds(box, leaf.shape)
         with self._named_errors():
-            slab = Slab(1, [stop - start for start, stop in box_limits], np.dtype(leaf.dtype))
+            slab = Slab(1, shape_of(box_limits), np.dtype(leaf.dtype))
             wants = _wants(self._numbers[name], leaf, (box_limits,), slab)
             for read in self.pieces.reads(wants, verify=self._verify):
                 read()
@@ -118,10 +115,12 @@ class PackedCheckpoint(Opened):
         with self._named_errors(), _Pipeline(self._source.threads, shared_reads) as pipeline:
             for names in batches:
                 pipeline.wait_for_devices()  # before memory is taken for another batch
-                leaves = {
-                    name: _LoadingLeaf(arrays[name], self.leaves[name], self._numbers[name], mapped) for name in names
-                }
-                wants = [want for leaf in leaves.values() for want in leaf.wants]
+                leaves = {}
+                for name in names:
+                    leaves[name] = _LoadingLeaf(arrays[name], self.leaves[name], self._numbers[name], mapped)
+                wants: list[Want] = []
+                for leaf in leaves.values():
+                    wants += leaf.wants
                 reads = list(self.pieces.reads(wants, verify=self._verify))
                 result |= pipeline.put(leaves, reads)
             result |= pipeline.finish()
@@ -173,6 +172,7 @@ class PackedCheckpoint(Opened):
             place = f"{FOLDER}/{file.name}"
             for start, stop in file.changed(on_read):
                 why = f"bytes {start} to {stop} differ from the saved ones."
+                # Padding, and a header, belong to no leaf; a change there is one of the file.
                 leaves: list[str | None] = [*self.leaves_in(file.name, start, stop)]
                 for leaf in leaves or [None]:
                     yield Change(leaf, place, why)
@@ -180,10 +180,13 @@ class PackedCheckpoint(Opened):
             count = self.pieces.num_missing(self._numbers[name], leaf.shape)
             if count:
                 yield Change(name, FOLDER, f"{count} of {math.prod(leaf.shape)} elements are missing from the files.")
+            elif self.pieces.has_overlap(self._numbers[name]):
+                # The sizes add up, so as many elements are missing as are stored twice.
+                yield Change(name, FOLDER, "some elements are in the files twice, and others are missing.")
 
     def leaves_in(self, file: str, start: int, stop: int) -> list[str]:
         """Returns the leaves that share a range of a file's bytes."""
-        (index,) = (packed.index for packed in self.pieces.files if packed.name == file)
+        index = self.pieces.index_of(file)
         names = list(self._numbers)
         leaves = {}
         lasts = [*index.begins[1:], len(index.starts)]  # of the limits of each piece
@@ -305,7 +308,7 @@ class _LoadingLeaf:
         self._is_on_device = isinstance(target, jax.ShapeDtypeStruct)
         self._is_key = self._is_on_device and jnp.issubdtype(target.dtype, jax.dtypes.prng_key)
         self._shape = stored.shape
-        self._boxes: tuple[Limits, ...] = (tuple((0, size) for size in stored.shape),)
+        self._boxes: tuple[Limits, ...] = (whole_box(stored.shape),)
         if self._is_on_device:
             if not self._is_key:  # of keys, it is the shape of their numbers
                 self._shape = tuple(target.shape)  # may be padded
@@ -324,9 +327,8 @@ class _LoadingLeaf:
         return self._shape == stored.shape and stored.nbytes > 0
 
     def _empty_slab(self, stored: StoredLeaf) -> Slab:
-        box_shape = [stop - start for start, stop in self._boxes[0]]
         memory = HOST_MEMORY if self._is_on_device else None
-        slab = Slab(len(self._boxes), box_shape, np.dtype(stored.dtype), memory)
+        slab = Slab(len(self._boxes), shape_of(self._boxes[0]), np.dtype(stored.dtype), memory)
         if self._shape != stored.shape:
             slab.bytes[:] = 0  # the padding
         return slab

@@ -12,7 +12,7 @@ import numpy as np
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import ArraySource, Box
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.matching import stacks
+from jshard.checkpoint.matching import first_keys, stacks
 from jshard.checkpoint.opened import Opened
 from jshard.errors import printable
 
@@ -67,11 +67,11 @@ def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) 
     """
     paths = _paths_below(source, part)
     if not paths:
-        first_keys = sorted({printable(path.split("/")[0]) for path in source.arrays})
+        names_there = sorted(first_keys(source.arrays))
         raise CheckpointError(
             "That part of the checkpoint has no arrays.",
             where=f"{source.path}: {part}",
-            why=f"its parts are {', '.join(first_keys)}.",
+            why=f"its parts are {', '.join(map(printable, names_there))}.",
             do=f"jshard ckpt inspect {source.path} --depth 1",
         )
     if names is None:

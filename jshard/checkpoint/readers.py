@@ -20,7 +20,7 @@ from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.converting import Leaf, Target
 from jshard.checkpoint.errors import CheckpointError, DamagedError, reason, unreadable
 from jshard.checkpoint.formats import FormatSource, NamedSource, Names, check_settings, foreign_source
-from jshard.checkpoint.formats.source import ArraySource, Box, ReadableValue, bounds, whole
+from jshard.checkpoint.formats.source import ArraySource, Box, ReadableValue, bounds, leaves_of, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
@@ -77,10 +77,13 @@ class OrbaxCheckpoint(Opened):
                 stored_path = path_of.get(_leaves.unescape(path))
                 if stored_path is not None:
                     unescaped[path] = stored_path
-        self._names |= {path: self._names[stored_path] for path, stored_path in unescaped.items()}
-        moved = set(unescaped.values())
-        leaves = {path: leaf for path, leaf in self.leaves.items() if path not in moved}
-        return leaves | {path: self.leaves[stored_path] for path, stored_path in unescaped.items()}
+        leaves = dict(self.leaves)
+        for path, stored_path in unescaped.items():
+            self._names[path] = self._names[stored_path]
+            # Under the requested path alone: under both, the other would count as surplus.
+            leaves.pop(stored_path, None)
+            leaves[path] = self.leaves[stored_path]
+        return leaves
 
     def load(self, targets: Mapping[str, Target]) -> dict[str, Leaf]:
         """See `Opened.load`."""
@@ -105,7 +108,11 @@ class OrbaxCheckpoint(Opened):
 
     def values(self) -> dict[str, int | float | str]:
         """See `Opened.values`."""
-        return self.load({path: leaf.on_host() for path, leaf in self.leaves.items() if not leaf.is_array})
+        targets: dict[str, Target] = {}
+        for path, leaf in self.leaves.items():
+            if not leaf.is_array:
+                targets[path] = leaf.on_host()
+        return self.load(targets)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`; the most recently read leaves are cached whole."""
@@ -159,6 +166,9 @@ class _SourceArray:
     def leaf(self) -> StoredLeaf:
         return self.source.leaves[self.name]
 
+    def read(self, box: Box) -> np.ndarray:
+        return self.source.read(self.name, box)
+
 
 class ForeignCheckpoint(Opened):
     """A checkpoint by another library: leaves under jshard's paths, read box by box."""
@@ -175,8 +185,7 @@ class ForeignCheckpoint(Opened):
             self._add_by_path(source)
         else:
             self._add_named(source, names)
-        leaves = {place: array.leaf for place, array in self._arrays.items()}
-        self.leaves = leaves | dict.fromkeys(self._values, _UNREAD)
+        self.leaves = leaves_of(self._arrays) | dict.fromkeys(self._values, _UNREAD)
 
     def _add_by_path(self, source: FormatSource) -> None:
         """Adds all arrays and values, under the paths that their names read as."""
@@ -194,8 +203,8 @@ class ForeignCheckpoint(Opened):
         for path in named.leaves:
             self._arrays[path] = _SourceArray(named, path)
         # They cannot be restored, only shown, or reported as surplus.
-        unused = {_unused_place(name, named.leaves): _SourceArray(source, name) for name in named.unused}
-        self._arrays |= unused
+        for name in named.unused:
+            self._arrays[_unused_place(name, named.leaves)] = _SourceArray(source, name)
 
     def _uncached_value(self, place: str) -> object:
         return self._values[place].value()
@@ -243,13 +252,16 @@ class ForeignCheckpoint(Opened):
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
-        array = self._arrays[name]
-        return array.source.read(array.name, box)
+        return self._arrays[name].read(box)
 
     def values(self) -> dict[str, int | float | str]:
         """See `Opened.values`; lists that PyTorch keeps beside the arrays are not included."""
-        values = {place: self._read_value(place) for place in self._values}
-        return {place: value for place, value in values.items() if isinstance(value, int | float | str)}
+        values: dict[str, int | float | str] = {}
+        for place in self._values:
+            value = self._read_value(place)
+            if isinstance(value, int | float | str):
+                values[place] = value
+        return values
 
 
 def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = True) -> Opened:
@@ -291,6 +303,7 @@ def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | Or
         if verify or isinstance(path, BucketPath) or is_packed(path):
             raise
         manifest = None
+    # A manifest without packed files is one of a checkpoint whose arrays Orbax wrote.
     if manifest is not None and manifest.packed:
         return PackedCheckpoint(path, manifest, packed_source(path), verify=verify)
     if isinstance(path, BucketPath):
@@ -315,19 +328,23 @@ def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
 
     Other libraries separate keys by dots; an escaped, exported key stays one key.
     """
-    places = {}
+    places: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for name in names:
         keys = name.replace("/", ".").split(".")
-        places[name] = _escaped(_leaves.unescape(key) for key in keys)
-    too_deep = [name for name, place in places.items() if _manifest.is_too_deep(place)]
-    if too_deep:
-        raise unreadable(path, f"a name has thousands of keys: {printable(too_deep[0][:100])}")
-    name_of = {place: name for name, place in places.items()}
-    clashes = [name for name, place in places.items() if name_of[place] != name]
+        place = _escaped(_leaves.unescape(key) for key in keys)
+        if _manifest.is_too_deep(place):
+            raise unreadable(path, f"a name has thousands of keys: {printable(name[:100])}")
+        places[name] = place
+        name_of[place] = name  # of several names with one place the last
+    clashes = []
+    for name, place in places.items():
+        if name_of[place] != name:
+            clashes.append(f"{name}  and {name_of[place]}: {place}")
     if clashes:
         raise CheckpointError(
             "Some names in the checkpoint stand for the same path.",
-            where=[str(path), *(f"{name}  and {name_of[places[name]]}: {places[name]}" for name in clashes)],
+            where=[str(path), *clashes],
             why="both dots and slashes separate the keys of a path.",
             do='restore(path, like, names={"layer/kernel": "layer.kernel"})  # names the one to read\n'
             "To import it, map the names with hf_names(config) in a model file: --model MODEL.py",

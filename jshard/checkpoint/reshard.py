@@ -19,7 +19,7 @@ from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.ownership import remove_draft
-from jshard.checkpoint.packed.layout import FileLayout, Piece, device_boxes, lay_out_files
+from jshard.checkpoint.packed.layout import FileLayout, Piece, device_boxes, lay_out_files, slices_of
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.saving import TIMEOUT_S, SaveOperation
 from jshard.checkpoint.state.leaf_sums import Sums, add, box_sums
@@ -47,6 +47,7 @@ def reshard(
 
 def import_leaves(source: Opened, out: Path, mesh: Mesh, *, on_written: OnWritten = lambda num_bytes: None) -> Manifest:
     """Writes a source as a jshard checkpoint; arguments, memory and errors are those of `reshard`."""
+    # The source does not say when it was saved.
     origin = Manifest(leaves={}, saved_at=time.time())
     return _RewriteOperation(source, out, mesh, {}, origin=origin, on_written=on_written).run()
 
@@ -71,13 +72,17 @@ def _saved_axes(leaf: StoredLeaf) -> list[tuple[str, ...]]:
     """Returns the mesh axes of each dim when a leaf was saved, the inverse of `manifest.spec_text`; none if unknown."""
     if not leaf.spec:
         return []
-    return [tuple(axis for axis in dim.split("*") if axis != "-") for dim in leaf.spec.split(", ")]
+    axes_by_dim: list[tuple[str, ...]] = []
+    for dim in leaf.spec.split(", "):
+        # A dim that is not sharded, as `spec_text` writes it.
+        axes_by_dim.append(() if dim == "-" else tuple(dim.split("*")))
+    return axes_by_dim
 
 
 def _is_possible(axes_by_dim: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Mesh) -> bool:
     """Returns whether a mesh has these axes, and their degrees divide the dims."""
     for axes in axes_by_dim:
-        if not all(axis in mesh.shape for axis in axes):
+        if not mesh.shape.keys() >= set(axes):
             return False
     # A spec may name fewer dims than the leaf has; the others are not sharded.
     for size, axes in zip(shape, axes_by_dim, strict=False):
@@ -107,7 +112,8 @@ class _SourcePieces:
                 continue
             sharding = NamedSharding(mesh, specs[path])
             boxes = dict.fromkeys(device_boxes(sharding, leaf.shape).values())  # without replicas, in order
-            pieces += [Piece(number, path, np.dtype(leaf.dtype), box) for box in boxes]
+            for box in boxes:
+                pieces.append(Piece(number, path, np.dtype(leaf.dtype), box))
             chunk = sharding.shard_shape(leaf.shape)
             spec = _manifest.spec_text(specs[path])
             # Without sums: packed files have checksums of their own.
@@ -118,7 +124,7 @@ class _SourcePieces:
         """Reads the values of a piece."""
         self._raise_if_stopped()
         piece = self.files[file].pieces[number]
-        box = tuple(slice(start, stop) for start, stop in piece.box)
+        box = slices_of(piece.box)
         values = self._source.read(piece.path, box)
         leaf = self._source.leaves[piece.path]
         if leaf.sums is not None:
@@ -155,7 +161,9 @@ class _RewriteOperation(SaveOperation):
         self, source: Opened, path: Path, mesh: Mesh, specs: Specs, *, origin: Manifest, on_written: OnWritten
     ) -> None:
         # The constructor of a save runs the steps below, which use these.
-        all_specs = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
+        all_specs = {}
+        for name, leaf in source.arrays.items():
+            all_specs[name] = specs.get(name, spec_for(leaf, mesh))
         self._pieces = _SourcePieces(source, all_specs, mesh, on_written)
         self._source = source
         self._target_mesh = mesh

@@ -7,13 +7,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from jshard._compat.source_lines import warn_user
 from jshard._processes import ProcessGroup, all_or_none, all_processes
 from jshard._text import counted, human_bytes
 from jshard._types import Json, PyTree
@@ -22,9 +22,9 @@ from jshard.checkpoint import surplus
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.converting import Leaf, Target, finish, num_overflows, own_mesh, to_read
 from jshard.checkpoint.data_position.position import check_position, is_data_position
-from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, unreadable
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, damaged, reasons_of, unreadable
 from jshard.checkpoint.fitting import check_fits
-from jshard.checkpoint.matching import match, renamed
+from jshard.checkpoint.matching import first_keys, match, renamed
 from jshard.checkpoint.opened import Opened, boxes_of
 from jshard.checkpoint.packed.layout import size_of
 from jshard.checkpoint.packed.shared_reads import OtherFailedError, SharedReads, read_group
@@ -128,7 +128,9 @@ class RestoreOperation:
             _check_policies(missing, extra)
             renames = dict(rename or {})
             by_path = _leaves.flatten(like)
-            self._like_leaves = {_leaves.text(path): _LikeLeaf(path, value) for path, value in by_path.items()}
+            self._like_leaves: dict[str, _LikeLeaf] = {}
+            for path, value in by_path.items():
+                self._like_leaves[_leaves.text(path)] = _LikeLeaf(path, value)
             self._targets = self._abstract_leaves(_requested_paths(like, list(self._like_leaves), only))
             described = self._described_leaves()
             roots = _roots(like, only)
@@ -159,7 +161,7 @@ class RestoreOperation:
                 self.match,
                 self._stored,
                 self._targets,
-                abstract=[key for key, leaf in self._like_leaves.items() if leaf.is_abstract],
+                abstract=self._abstract_keys(),
                 rename=renames,
                 missing=missing,
                 extra=extra,
@@ -171,15 +173,23 @@ class RestoreOperation:
     def _abstract_leaves(self, keys: Sequence[str]) -> dict[str, Target]:
         """Returns some leaves of `like`, arrays by shape, dtype and sharding."""
         # All leaves are passed, not only these: arrays on no mesh get that of the others.
-        by_path = leaf_values.abstract({leaf.path: leaf.value for leaf in self._like_leaves.values()})
+        by_path = leaf_values.abstract(self._like_values())
         return {key: by_path[self._like_leaves[key].path] for key in keys}
+
+    def _like_values(self) -> dict[_leaves.Path, object]:
+        """Returns the leaves of `like` by path."""
+        return {leaf.path: leaf.value for leaf in self._like_leaves.values()}
 
     def _described_leaves(self) -> dict[str, _manifest.StoredLeaf]:
         """Returns the leaves to read as a checkpoint would describe them: without the padding of this mesh."""
         by_path = {self._like_leaves[key].path: target for key, target in self._targets.items()}
         storable = leaf_values.storable(by_path, abstract=True)
-        logical_shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(self._like).items()}
-        return {key: _manifest.describe(leaf, logical_shapes.get(key)) for key, leaf in storable.items()}
+        logical_shapes = _leaves.by_text(_leaves.logical_shapes(self._like))
+        return _manifest.describe_all(storable, logical_shapes)
+
+    def _abstract_keys(self) -> set[str]:
+        """Returns the leaves of `like` that have no value."""
+        return {key for key, leaf in self._like_leaves.items() if leaf.is_abstract}
 
     def _possible_paths(self, numbered: Mapping[str, str], rename: Mapping[str, str]) -> list[str]:
         """Returns the paths at which the leaves to read may be stored: by key or, by earlier versions, by number."""
@@ -216,8 +226,9 @@ class RestoreOperation:
         if self.match.problems or self.match.missing:
             return {}
         copies = surplus.copies(self.opened, self.match.extra, self.match.used)
-        rest = tuple(path for path in self.match.extra if path not in copies)
-        self.match = dataclasses.replace(self.match, extra=rest)
+        # A list and no set: errors and notes show them in the stored order.
+        rest = [path for path in self.match.extra if path not in copies]
+        self.match = dataclasses.replace(self.match, extra=tuple(rest))
         return copies
 
     @functools.cached_property
@@ -272,6 +283,7 @@ class RestoreOperation:
         path = self.opened.path
         result = self._read_or_error(verify, timeout_s)
         message = {"sums": result.sums, "report": self.phases.report(num_bytes=result.num_bytes)}
+        # All or none: a process that failed alone would leave the others waiting for it in their next collective.
         replies = all_or_none(
             f"read {path}", message, result.error, failed=self._failed, timeout_s=timeout_s, group=self._group
         )
@@ -286,7 +298,7 @@ class RestoreOperation:
                 "leaves have values too large for their dtypes in `like`",
                 finished.overflows,
             )
-            warnings.warn(f"{path} is restored; {note}", CheckpointWarning, stacklevel=3)
+            warn_user(f"{path} is restored; {note}", CheckpointWarning)
         if not isinstance(self.opened, PackedCheckpoint):  # packed checkpoints keep only the data they still need
             give_memory_back()
         self.record["processes"] = [reply["report"] for reply in replies]
@@ -307,7 +319,7 @@ class RestoreOperation:
     def _failed(self, failures: Mapping[int, Mapping[str, Json]]) -> RunError:
         """Makes this process's error for those of others."""
         path = self.opened.path
-        why = "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
+        why = reasons_of(failures)
         kinds = {parts["kind"] for parts in failures.values()}
         # By name, as the errors of other processes come as text.
         if BucketError.__name__ in kinds and isinstance(path, BucketPath):
@@ -339,11 +351,17 @@ class RestoreOperation:
 
     def _filled(self, finished: Mapping[str, Leaf]) -> PyTree:
         """Returns new objects of the kinds in `like`, with the values read."""
-        positions = [key for key in finished if is_data_position(self._like_leaves[key].value)]
-        for key in positions:  # all are checked before the first one moves
-            check_position(self._like_leaves[key].value, finished[key])
-        values = [key for key in finished if key not in positions]
-        filled = {leaf.path: leaf.value for leaf in self._like_leaves.values()}
+        positions: list[str] = []
+        values: list[str] = []
+        for key, leaf in finished.items():
+            target = self._like_leaves[key].value
+            if is_data_position(target):
+                # All are checked before the first one moves: a restore that fails leaves the user's iterators alone.
+                check_position(target, leaf)
+                positions.append(key)
+            else:
+                values.append(key)
+        filled = self._like_values()
         for key in [*values, *positions]:  # positions last: other leaves may not fit
             leaf = self._like_leaves[key]
             filled[leaf.path] = leaf_values.restored(key, finished[key], leaf.value)
@@ -352,7 +370,9 @@ class RestoreOperation:
     def _finished(self, stored_leaves: dict[str, Leaf]) -> _FinishedLeaves:
         """Converts the leaves that were read; each is removed after its last use, and so freed."""
         picks = self.match.picks
-        uses_left = collections.Counter(path for pick in picks.values() for path in pick.stored)
+        uses_left: collections.Counter[str] = collections.Counter()
+        for pick in picks.values():
+            uses_left.update(pick.stored)
         finished: dict[str, Leaf] = {}
         overflows: list[str] = []
         # One stored leaf at a time, so that at most one stack is in memory twice.
@@ -368,8 +388,11 @@ class RestoreOperation:
                     values = counted(count, "value")
                     overflows.append(f"{key}  {stored_dtype} -> {leaf.dtype}: {values} became inf or nan")
                 del parts  # a reference would keep them
-            is_shared = any(leaf is stored_leaves[path] and uses_left[path] > 1 for path in pick.stored)
-            finished[key] = leaf.copy() if is_shared else leaf  # a separate array, so that it can be donated alone
+            for path in pick.stored:
+                is_needed_again = uses_left[path] > 1
+                if is_needed_again and leaf is stored_leaves[path]:
+                    leaf = leaf.copy()  # a separate array, so that it can be donated alone
+            finished[key] = leaf
             for path in pick.stored:
                 uses_left[path] -= 1
                 if not uses_left[path]:
@@ -380,13 +403,12 @@ class RestoreOperation:
         """Warns once, with everything that may be unexpected."""
         notes = [*self._notes_on_leaves(), *self._notes_on_reading(verify)]
         if notes and self._group.is_primary:  # the others have the same
-            message = f"{self.opened.path} is restored; " + "\n".join(notes)
-            warnings.warn(message, CheckpointWarning, stacklevel=6)  # the line that calls `restore`
+            warn_user(f"{self.opened.path} is restored; " + "\n".join(notes), CheckpointWarning)
 
     def _notes_on_leaves(self) -> list[str]:
         """Returns notes on leaves that are not restored as they are stored, or not at all."""
         match = self.match
-        abstract = [key for key, leaf in self._like_leaves.items() if leaf.is_abstract and key not in match.picks]
+        still_abstract = sorted(self._abstract_keys() - match.picks.keys())
         copies = [f"{name}  equal to {original}" for name, original in self._copies.items()]
         by_number = [f"{key}  stored as {stored}" for key, stored in self._by_number.items()]
         # Saved by a version, or a library, that numbers them: their order then is not known.
@@ -394,7 +416,7 @@ class RestoreOperation:
         notes = [
             _list("leaf changes dtype", "leaves change dtype", match.casts),
             _list("leaf keeps its value in `like`", "leaves keep their values in `like`", match.missing),
-            _list("leaf stays abstract, as in `like`", "leaves stay abstract, as in `like`", sorted(abstract)),
+            _list("leaf stays abstract, as in `like`", "leaves stay abstract, as in `like`", still_abstract),
             _list("stored leaf is skipped", "stored leaves are skipped", match.extra),
             _list("stored stack is cut", "stored stacks are cut", match.cut),
             *self.opened.notes,
@@ -428,16 +450,24 @@ class RestoreOperation:
         """Returns the reason that files cannot be mapped, if any."""
         if not isinstance(self.opened, PackedCheckpoint):
             return "it is not packed"
-        if not any(isinstance(target, jax.ShapeDtypeStruct) and is_on_cpu(target) for target in self.reads.values()):
+        if not any(_is_array_on_cpu(target) for target in self.reads.values()):
             return "the arrays are not on CPU devices"
         if not self.opened.can_be_mapped:
             return "it is not on a local disk"
         return ""
 
 
+def _is_array_on_cpu(target: Target) -> bool:
+    return isinstance(target, jax.ShapeDtypeStruct) and is_on_cpu(target)
+
+
 def _sums_of(leaves: Mapping[str, Leaf], manifest: _manifest.Manifest, *, first: int) -> Mapping[str, Sums]:
     """Returns the checksums over this process's part of those leaves that have some in the manifest."""
-    keys = [key for key in leaves if key in manifest.leaves and manifest.leaves[key].sums]
+    keys = []
+    for key in leaves:
+        stored = manifest.leaves.get(key)
+        if stored is not None and stored.sums:
+            keys.append(key)
 
     def sums(key: str) -> Sums:
         return sums_of(held_parts(leaves[key], first=first), manifest.leaves[key].shape)
@@ -462,7 +492,7 @@ def _requested_paths(like: PyTree, paths: Sequence[str], only: str | None) -> li
         why = "`like` has no nnx parameters in a module, and nothing under a name `params`."
     else:
         requested = {path for path in paths if path == only or path.startswith(f"{only}/")}
-        names = sorted({path.split("/")[0] for path in paths})
+        names = sorted(first_keys(paths))
         why = f"nothing starts so; paths of `like` start with {', '.join(names)}."
     if not requested:
         raise CheckpointError(

@@ -111,6 +111,7 @@ def forecast(path: str | os.PathLike[str], like: PyTree, *, names: Names | None 
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
     """
+    # No exchange as in `restore`: a single process may ask.
     return _operation(checkpoint_at(path), like, names=names, **options).forecast
 
 
@@ -119,6 +120,7 @@ def _operation(
 ) -> RestoreOperation:
     """Opens a checkpoint, and plans the restore."""
     opened = open_checkpoint(path, names=names, verify=verify)
+    # The entries of the caller come last, and win.
     options["rename"] = _without_the_one_name(opened, like) | dict(options.get("rename") or {})
     return RestoreOperation(opened, like, **options)
 

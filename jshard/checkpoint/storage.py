@@ -176,8 +176,11 @@ def _reading_context(targets: Mapping[str, Target]) -> _OrbaxObject:
     context.multiprocessing.active_processes = {jax.process_index()}
     context.multiprocessing.primary_host = jax.process_index()
     context.pytree.loading.partial_load = True  # only some of the stored leaves
-    sizes = [_WIDEST_BYTES * math.prod(target.shape) for target in targets.values() if hasattr(target, "shape")]
-    context.memory.read_concurrent_bytes = max([_IN_FLIGHT_BYTES, *sizes])  # Orbax refuses a larger leaf
+    most_bytes = _IN_FLIGHT_BYTES
+    for target in targets.values():
+        if hasattr(target, "shape"):
+            most_bytes = max(most_bytes, _WIDEST_BYTES * math.prod(target.shape))
+    context.memory.read_concurrent_bytes = most_bytes  # Orbax refuses a larger leaf
     context.array.loading.enable_padding_and_truncation = True  # shapes were compared: only padding can differ
     return context
 

@@ -27,7 +27,11 @@ _COPY_BYTES = 64 << 20  # of them compared at a time
 
 def not_parameters(stored: Mapping[str, StoredLeaf], root: str) -> set[str]:
     """Returns the stored paths below a root that cannot be parameters: optimizer state, counters, random keys, text."""
-    return {path for path in stored if is_in(root, path) and not _may_be_parameter(path, root, stored)}
+    paths: set[str] = set()
+    for path in stored:
+        if is_in(root, path) and not _may_be_parameter(path, root, stored):
+            paths.add(path)
+    return paths
 
 
 def _may_be_parameter(path: str, root: str, stored: Mapping[str, StoredLeaf]) -> bool:
@@ -69,6 +73,7 @@ def copies(opened: Opened, surplus: Collection[str], used: Collection[str]) -> d
     if len(surplus) > _MAX_COPIES:
         return {}
     candidates = {path: _possible_originals(path, used, opened.leaves) for path in surplus}
+    # One that cannot be a copy makes the restore fail, and no value has to be read for that.
     if not all(candidates.values()):
         return {}
     originals = {}
@@ -84,7 +89,11 @@ def _possible_originals(surplus: str, used: Collection[str], stored: Mapping[str
     """Returns the embeddings that a surplus leaf may be a copy of; none if it is no head or embedding itself."""
     if not HEAD.search(surplus) and not EMBEDDING.search(surplus):
         return []
-    return [path for path in used if EMBEDDING.search(path) and _may_be_equal(stored[surplus], stored[path])]
+    embeddings = []
+    for path in used:
+        if EMBEDDING.search(path) and _may_be_equal(stored[surplus], stored[path]):
+            embeddings.append(path)
+    return embeddings
 
 
 def _may_be_equal(surplus: StoredLeaf, used: StoredLeaf) -> bool:

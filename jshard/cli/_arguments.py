@@ -53,8 +53,12 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
 
 
 def _check_given_once(hints: Mapping[str, object], argv: Sequence[str], command: str) -> None:
-    options = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    counts = collections.Counter(option.removeprefix("--").replace("-", "_") for option in options)
+    counts = collections.Counter[str]()
+    for word in argv:
+        if word.startswith("--"):
+            # tyro takes --held_out for --held-out: they are one option.
+            option = word.removeprefix("--").partition("=")[0]
+            counts[option.replace("-", "_")] += 1
     for name, count in counts.items():
         if count == 1 or name not in hints or _is_repeatable(hints[name]):
             continue

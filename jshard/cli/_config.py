@@ -10,6 +10,7 @@ from jshard._files import read_named
 from jshard._parsing import check_writable_values, parse_json, parse_toml, shown
 from jshard._paths import expanded
 from jshard._types import Json
+from jshard.cli._devices import as_option
 from jshard.errors import ShardingError, UnsafeFileError
 
 _OPTION_OF_KEY = {"model_file": "model", "recipe_name": "recipe"}  # keys whose names differ from their options
@@ -74,7 +75,7 @@ def _words(option: str, value: object, where: str) -> list[str]:
     if value is None:
         return []
     if isinstance(value, Mapping):  # degrees of a mesh
-        value = ",".join(f"{axis}={degree}" for axis, degree in value.items())
+        value = as_option(value)
     items = value if isinstance(value, list) else [value]
     for item in items:
         if isinstance(item, str) and item.startswith("-"):

@@ -49,7 +49,8 @@ class OccupancyReport(Printed):
         # A kernel that cannot run has a row without figures; the reasons are below the tables.
         refused: list[str] = []
         for kernel in self.kernels:
-            refused += [f"{kernel.label}: {why}" for why in refusals(self.gpu, kernel.block)]
+            for why in refusals(self.gpu, kernel.block):
+                refused.append(f"{kernel.label}: {why}")
         if refused:
             parts += [Text("\n".join(refused)), Text()]
         parts.append(Text(_LEGEND))
@@ -70,14 +71,14 @@ class OccupancyReport(Printed):
         reasons = refusals(self.gpu, kernel.block)
         if reasons:
             return values | {"refusals": reasons}
-        beside: dict[str, object] = {}
+        by_collective: dict[str, object] = {}
         for comm in self.footprints:
             ways = self._plans(kernel, comm)
             drained = _unchanged(ways).drain
-            beside[str(comm)] = {"drain": drained, "plans": [dataclasses.asdict(plan) for plan in ways]}
+            by_collective[str(comm)] = {"drain": drained, "plans": [dataclasses.asdict(plan) for plan in ways]}
         values["blocks_per_sm"] = resident(self.gpu, kernel.block)
         values["limits"] = limits(self.gpu, kernel.block)
-        values["beside"] = beside
+        values["beside"] = by_collective
         return values
 
     def _table(self, comm: CommFootprint) -> FittedTable:

@@ -94,10 +94,15 @@ def setting_key(setting: str) -> str:
     return setting.partition("=")[0].strip()
 
 
+def setting_keys(settings: Sequence[str]) -> set[str]:
+    """Returns the keys of settings."""
+    return {setting_key(setting) for setting in settings}
+
+
 def merged_settings(before: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
     """Returns settings, with later ones replacing earlier ones."""
-    later_keys = {setting_key(setting) for setting in later}  # `override` refuses a key that is set twice
-    return (*without_keys(before, later_keys), *later)
+    # `override` refuses a key that is set twice.
+    return (*without_keys(before, setting_keys(later)), *later)
 
 
 def without_keys(settings: Sequence[str], keys: Collection[str]) -> tuple[str, ...]:
@@ -170,7 +175,7 @@ def abstract(request: RecipeRequest, mesh: AnyMesh, data: Data | None) -> Iterat
     except Exception as error:
         # A model raises a ValueError for a request beyond its limits. For sizes that it does not check, such as a
         # vocabulary of 0, the error is that of an operation in it.
-        sets_model = any(setting_key(setting).startswith("model.") for setting in request.settings)
+        sets_model = any(key.startswith("model.") for key in setting_keys(request.settings))
         if not isinstance(error, ValueError) and not sets_model:
             raise
         raise refuses_batches(model_file.path, error) from error

@@ -20,7 +20,7 @@ from jshard.cli._recipe_request import (
     check_given_once,
     merged_settings,
     option_names,
-    setting_key,
+    setting_keys,
     stored_settings,
     used_keys,
     without_config,
@@ -283,8 +283,11 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Json]) -> TrainArgs:
     # A key of the recipe may have been set by its option before and by --set now, or the other way round. The way used
     # now replaces the other, or the run would have the key twice.
     settings = without_keys(merged_settings(stored.get("set", ()), args.set), used_keys(args).values())
-    set_now = {setting_key(setting) for setting in args.set}
-    inheritable = set(_INHERITED) - {option for option, key in KEY_OF_OPTION.items() if key in set_now}
+    set_now = setting_keys(args.set)
+    inheritable = set(_INHERITED)
+    for option, key in KEY_OF_OPTION.items():
+        if key in set_now:
+            inheritable.discard(option)
     values = {}
     for name, value in stored.items():
         if name in inheritable and not _is_given(args, name):

@@ -169,8 +169,11 @@ def _say_result(request: Request, data: Data, finished: Finished, say: Say) -> N
     if finished.sample is not None:
         sample = textwrap.indent(printable_text(finished.sample), "    ")
         say(f"\na sample; it begins with held-out text:\n{sample}")
-    names = sorted(path.name + "/" * path.is_dir() for path in finished.out.iterdir() if path.name[0] != ".")
+    names = []
+    for path in finished.out.iterdir():
+        if not path.name.startswith("."):
+            names.append(f"{path.name}/" if path.is_dir() else path.name)
     if finished.val_loss is not None:
         unit = loss_unit(request.model_file, data)
         say(f"\nvalidation loss {loss_text(finished.val_loss)}{unit} after {counted(finished.step, 'step')}")
-    say(f"{finished.out}/: {'  '.join(names)}")
+    say(f"{finished.out}/: {'  '.join(sorted(names))}")

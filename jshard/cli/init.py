@@ -60,7 +60,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _check_copies(model: str, out: Path, copies: Mapping[Path, Path], neighbours: Collection[Path]) -> None:
     """Checks the name of the copy, and that no file would be overwritten."""
-    taken = [target for target in copies if target.exists() and not _is_earlier_copy(target, out, copies)]
+    taken = []
+    for target in copies:
+        if target.exists() and not _is_earlier_copy(target, out, copies):
+            taken.append(target)
     places = list(map(str, taken or [out]))
     if out.suffix != ".py":
         raise ShardingError(

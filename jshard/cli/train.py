@@ -142,7 +142,7 @@ def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, in
     kept, do not divide the remaining devices.
     """
     devices = math.prod(sizes.values())
-    kept_degree = math.prod(sizes.get(axis, 1) for axis in _KEPT_AXES)
+    kept_degree = _degree_over(_KEPT_AXES, sizes)
     remaining = devices // of * processes
     if devices % of or remaining % kept_degree:
         return None
@@ -194,11 +194,16 @@ def _smaller_meshes(
     return meshes
 
 
+def _degree_over(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """Returns the product of the degrees of some axes; an axis that a mesh lacks has degree 1."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
 def _problem(mesh: Mapping[str, int] | None, microbatch_size: int, args: TrainArgs) -> str | None:
     """Returns the reason why a run cannot continue on a smaller mesh; None if it can."""
     if mesh is None:
         return f"their devices do not divide into --mesh {args.mesh}"
-    shards = math.prod(mesh.get(axis, 1) for axis in _DATA_AXES)
+    shards = _degree_over(_DATA_AXES, mesh)
     if microbatch_size % shards == 0:
         return None
     parts = f"{counted(microbatch_size, 'sequence')} over {counted(shards, 'data shard')}"

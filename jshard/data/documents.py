@@ -55,6 +55,7 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
             if not isinstance(text, str):
                 kinds = {key: type(value).__name__ for key, value in entry.items()}
                 raise _no_text(f"{path}, line {number}", text_key, kinds)
+            # JSON may escape half of a surrogate pair, which has no bytes in UTF-8.
             yield text.encode(errors="replace")
 
 
@@ -125,6 +126,7 @@ def _dataset(path: Path) -> Iterator[ArrowTable]:
     if (path / "dataset_dict.json").is_file():
         path = _split_to_train_on(path)
     names = [file["filename"] for file in _saved(path / "state.json", _SavedState)["_data_files"]]
+    # A name such as `../tokens.arrow` would be read beside the folder that the user gave.
     outside = [name for name in names if not _files.is_inside(name)]
     if outside:
         raise _damaged(path / "state.json", f"its file {shown(outside[0])} is not in the folder.")
@@ -179,7 +181,7 @@ def _column(path: Path, tables: Iterable[ArrowTable], text_key: str) -> Iterator
     arrow_error = _pyarrow(path).ArrowException
     try:
         for table in tables:
-            names = [field.name for field in table.schema]
+            names = table.schema.names
             kinds = {field.name: str(field.type) for field in table.schema}
             if kinds.get(text_key) not in _STRINGS:
                 raise _no_text(str(path), text_key, kinds)

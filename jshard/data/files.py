@@ -142,7 +142,7 @@ def _unusable_error(unusable: Mapping[Path, str]) -> DataError:
     iconv = "iconv -f latin1 -t utf-8 OLD > NEW turns other text into UTF-8."
     return DataError(
         f"{len(unusable)} of the given files and folders cannot be trained on.",
-        where=[f"{path}: {why}" for path, why in unusable.items()],
+        where=_with_reasons(unusable),
         why=f"--data takes text in UTF-8, {', '.join(JSON_LINES)}, .parquet, .bin, .npy, folders of them, and of "
         f"Hugging Face datasets; seen from {Path.cwd()}.",
         do="\n".join(commands) or f"correct or remove those paths; {iconv}",
@@ -151,11 +151,16 @@ def _unusable_error(unusable: Mapping[Path, str]) -> DataError:
 
 def _warn_of(skipped: Mapping[Path, str]) -> None:
     """Warns of files without text, beside others that have some."""
-    lines = [f"\n  {path}: {why}" for path, why in skipped.items()]
-    num_more = len(lines) - _SHOWN
-    more = f"\n  ... and {num_more} more" if num_more > 0 else ""
+    lines = [f"{len(skipped)} file(s) are skipped:", *_with_reasons(skipped)[:_SHOWN]]
+    num_more = len(skipped) - _SHOWN
+    if num_more > 0:
+        lines.append(f"... and {num_more} more")
     # The line to blame is the one that calls `load_text`, four functions up.
-    warnings.warn(f"{len(skipped)} file(s) are skipped:{''.join(lines[:_SHOWN])}{more}", stacklevel=5)
+    warnings.warn("\n  ".join(lines), stacklevel=5)
+
+
+def _with_reasons(reasons: Mapping[Path, str]) -> list[str]:
+    return [f"{path}: {why}" for path, why in reasons.items()]
 
 
 def _flat(texts: Mapping[str, list[bytes]]) -> dict[str, bytes]:
@@ -201,14 +206,21 @@ class _TextReader:
     def _visible_files(self) -> list[Path]:
         """Returns the files below the root that are not hidden, in an order that is the same on all machines."""
         files = []
-        for folder, folders, names in os.walk(self._root, onerror=self._note_unreadable):
-            visible = sorted(name for name in folders if not name.startswith("."))
-            links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
-            for name in links:
-                self.problems[Path(folder, name)] = "a link to a folder, not followed; give the folder itself"
-            folders[:] = [name for name in visible if name not in links]  # `os.walk` continues with these
-            files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+        for folder, subfolders, names in os.walk(self._root, onerror=self._note_unreadable):
+            # In place: `os.walk` continues with what is left in this list, in its order.
+            subfolders[:] = self._folders_to_read(folder, subfolders)
+            files += [Path(folder, name) for name in _visible(names)]
         return files
+
+    def _folders_to_read(self, folder: str, names: Sequence[str]) -> list[str]:
+        """Returns the visible folders in a folder, sorted; links to folders are problems."""
+        folders = []
+        for name in _visible(names):
+            if os.path.islink(os.path.join(folder, name)):
+                self.problems[Path(folder, name)] = "a link to a folder, not followed; give the folder itself"
+            else:
+                folders.append(name)
+        return folders
 
     def _read_file(self, path: Path) -> None:
         try:
@@ -228,6 +240,11 @@ class _TextReader:
         self.problems[path] = (error.strerror or repr(error)).lower()
 
 
+def _visible(names: Sequence[str]) -> list[str]:
+    """Returns the names that are not hidden, sorted: the order of a folder's entries differs between machines."""
+    return sorted(name for name in names if not name.startswith("."))
+
+
 def _texts_of(path: Path, text_key: str) -> list[bytes]:
     """Returns the documents of a file that are not empty; of a file of another kind, its text."""
     documents = documents_of(path, text_key)
@@ -240,8 +257,11 @@ def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
     """Raises a `DataError` for a text that contains its own end: the model would learn two texts in its place."""
     if not end:
         return
-    numbers = [number for number, text in enumerate(texts, 1) if end in text]
-    if not numbers:
+    places = []
+    for number, text in enumerate(texts, 1):
+        if end in text:
+            places.append(f"{path}: document {number}")
+    if not places:
         return
     do = "--tokenizer tokenizer.json  # its end of text is not a byte; or remove the zero bytes from the texts."
     if path.name.lower().endswith(JSON_LINES) and path.suffix.lower() != ".gz":
@@ -249,7 +269,7 @@ def _check_end(path: Path, texts: Sequence[bytes], end: bytes) -> None:
         do = f"sed 's/\\\\u0000//g' {shlex.quote(str(path))} > {clean}\nor {do}"
     raise DataError(
         "A document has zero bytes.",
-        where=[f"{path}: document {number}" for number in numbers],
+        where=places,
         why="as tokens are bytes, a zero byte is the end of a text.",
         do=do,
     )

@@ -75,11 +75,15 @@ class Data:
     tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
-        empty = [part for part in ("train", "held_out") if not len(getattr(self, part))]
+        empty = []
+        for part in ("train", "held_out"):
+            source = getattr(self, part)
+            if not len(source):
+                empty.append(f"Data.{part}, a {type(source).__name__}")
         if empty:
             raise DataError(
                 "The data are empty.",
-                where=[f"Data.{part}, a {type(getattr(self, part)).__name__}" for part in empty],
+                where=empty,
                 why="it has 0 samples.",
                 do="give every part at least one sample; check len(data.train) and len(data.held_out).",
             )
@@ -221,7 +225,10 @@ class Reader:
     def batch(self, sample_ids: Sequence[int]) -> Sample:
         """Returns the samples, stacked by key; raises a `FourPartError` if one cannot be read, or differs."""
         samples = [self._sample(sample_id) for sample_id in sample_ids]
-        return {key: np.stack([sample[key] for sample in samples]) for key in self.spec}
+        stacked = {}
+        for key in self.spec:
+            stacked[key] = np.stack([sample[key] for sample in samples])
+        return stacked
 
     def _sample(self, sample_id: int) -> Sample:
         sample = read_sample(self.source, self.part, sample_id, self.error)
@@ -252,6 +259,7 @@ def read_sample(source: Source, part: str, sample_id: int, error: type[FourPartE
     where = f"data.{part}[{sample_id}], of a {type(source).__name__}"
     try:
         sample = source[sample_id]
+    # It has a reason and a remedy of its own, which say more than that a sample cannot be read.
     except DataError as cause:
         raise error(cause.what, where=[where, *cause.where], why=cause.why, do=cause.do) from cause
     except Exception as cause:
@@ -264,8 +272,13 @@ def read_sample(source: Source, part: str, sample_id: int, error: type[FourPartE
     fault = _fault_of_dict(sample)
     if fault is not None:
         raise _not_numbers(where, [fault], error)
-    arrays: Sample = {key: np.asarray(value) for key, value in sample.items()}
-    faults = [f"{key!r} is of dtype {x.dtype}" for key, x in arrays.items() if x.dtype.kind in _NOT_NUMBERS]
+    arrays: Sample = {}
+    faults = []
+    for key, value in sample.items():
+        array = np.asarray(value)
+        arrays[key] = array
+        if array.dtype.kind in _NOT_NUMBERS:
+            faults.append(f"{key!r} is of dtype {array.dtype}")
     if faults:
         raise _not_numbers(where, faults, error)
     return arrays
@@ -380,7 +393,7 @@ class Loader:
             step: number of the step, from 0, in a run whose batches all have this size.
         """
         order = self._order()
-        return [int(order[step * self.batch_size + row]) for row in range(self.batch_size)]
+        return _ids_in_batch(order, step * self.batch_size, range(self.batch_size))
 
     def train(
         self, num_steps: int, *, start_step: int = 0, start_sample: int | None = None
@@ -421,9 +434,13 @@ class Loader:
         # No more numbers than samples: they are at least 1 apart, so none comes twice.
         sample_ids = np.linspace(0, size - 1, num_samples).astype(int)
         parts = _in_batches(sample_ids, self.batch_size)
-        order = np.concatenate([np.repeat(part, self.batch_size // len(part)) for part in parts])
-        batches = self._batches("held_out", order, 0, len(parts))
-        return HeldOutBatches(batches, [len(part) for part in parts])
+        whole_batches = []
+        num_different = []  # of each batch
+        for part in parts:
+            whole_batches.append(np.repeat(part, self.batch_size // len(part)))
+            num_different.append(len(part))
+        batches = self._batches("held_out", np.concatenate(whole_batches), 0, len(parts))
+        return HeldOutBatches(batches, num_different)
 
     def _batches(
         self, part: str, order: Order, start: int, num_batches: int, *, workers: int = 0
@@ -440,8 +457,7 @@ class Loader:
         reader = self._reader(part, RunError)
 
         def sample_ids(step: int) -> list[int]:
-            first = start + step * self.batch_size
-            return [int(order[first + row]) for row in self.rows]
+            return _ids_in_batch(order, start + step * self.batch_size, self.rows)
 
         def read(step: int) -> Sample:
             return reader.batch(sample_ids(step))
@@ -467,6 +483,11 @@ class Loader:
         if isinstance(train, Mixture):
             return train.order(self.seed)
         return _shuffled(0, len(train), self.seed)
+
+
+def _ids_in_batch(order: Order, first: int, rows: Sequence[int]) -> list[int]:
+    """Returns the samples in some rows of the batch whose first sample has this place in the order."""
+    return [int(order[first + row]) for row in rows]
 
 
 def _shuffled(start: int, stop: int, seed: int) -> Order:

@@ -126,14 +126,21 @@ class PackedBatches(GlobalBatches):
 
         def batch(step: int) -> _ReadBatch:
             """Returns the sequences of the rows, stacked, and the positions of their lanes."""
-            # Of each row: the number of its sequence in its lane, and the lane.
-            places = [divmod(first + step * self.batch_size + row, self.lanes) for row in self.rows]
-            for _, number in places:
-                if number not in lanes:
-                    lanes[number] = _Lane(number, self._sequences(number), positions.get(number))
-            sequences = [lanes[lane].sequence(number) for number, lane in places]
+            sequences = []
+            lanes_of_batch: dict[int, _Lane] = {}
+            for row in self.rows:
+                # Sequence `q` of the run is the next one of lane `q % lanes`.
+                number, lane_number = divmod(first + step * self.batch_size + row, self.lanes)
+                if lane_number not in lanes:
+                    position = positions.get(lane_number)
+                    lanes[lane_number] = _Lane(lane_number, self._sequences(lane_number), position)
+                lane = lanes[lane_number]
+                sequences.append(lane.sequence(number))
+                lanes_of_batch[lane_number] = lane
             stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *sequences)
-            return _ReadBatch(stacked, {lane: lanes[lane].position() for _, lane in places})
+            # Once the last row is read: several rows may share a lane.
+            positions_after = {lane_number: lane.position() for lane_number, lane in lanes_of_batch.items()}
+            return _ReadBatch(stacked, positions_after)
 
         return read_ahead(batch, num_batches, self._read_ahead)
 
@@ -166,13 +173,18 @@ class PackedBatches(GlobalBatches):
                 if position[0] > _num_taken(positions, lane):
                     positions[lane] = position
         self._check_lanes(positions)
+        # A process that has read nothing yet does not know the form.
         forms = [process["form"] for process in processes if process["form"]]
+        states = []
+        for lane in range(self.lanes):
+            position = positions.get(lane)
+            states.append(None if position is None else position[1])
         return {
             "sequences": self.samples,
             "lanes": self.lanes,
             # The name that stored positions have for the form.
             "looks": forms[0] if forms else None,
-            "states": [positions[lane][1] if lane in positions else None for lane in range(self.lanes)],
+            "states": states,
         }
 
     def _check_lanes(self, positions: Mapping[int, Position]) -> None:
@@ -218,9 +230,9 @@ class PackedBatches(GlobalBatches):
             form = _form_of(first_sequence)
             for key in {**saved_form, **form}:
                 saved = saved_form.get(key, "nothing")
-                here = form.get(key, "nothing")
-                if saved != here:
-                    yield f"{key}  saved {saved}  here {here}"
+                current = form.get(key, "nothing")
+                if saved != current:
+                    yield f"{key}  saved {saved}  here {current}"
 
 
 def _num_taken(positions: Mapping[int, Position], lane: int) -> int:
@@ -233,9 +245,12 @@ def _num_taken(positions: Mapping[int, Position], lane: int) -> int:
 def _check_same_place(places: Sequence[tuple[int, int]]) -> None:
     """Raises unless all processes have returned as many sequences, of as many lanes."""
     if len(set(places)) > 1:
+        described = []
+        for i, (num_sequences, num_lanes) in enumerate(places):
+            described.append(f"process {i}: {num_sequences} sequences, {num_lanes} lanes")
         raise RunError(
             "The processes are not at the same place in the data.",
-            where=[f"process {i}: {sequences} sequences, {lanes} lanes" for i, (sequences, lanes) in enumerate(places)],
+            where=described,
             why="a position is that of the run: every process must have taken the same number of batches.",
             do="save between steps, at the same step on every process.",
         )

@@ -107,7 +107,8 @@ def _has_text(paths: Sequence[Path]) -> bool:
 
 def _smallest(*sizes: int | None) -> int | None:
     """Returns the smallest of the vocabularies that are known."""
-    return min((size for size in sizes if size is not None), default=None)
+    known = [size for size in sizes if size is not None]
+    return min(known, default=None)
 
 
 def _groups(files: list[Path], weights: Sequence[Fraction]) -> list[list[Path]]:
@@ -162,6 +163,16 @@ class _TextData:
         if self.held_out_parts:
             return [part.train for part in self.held_out_parts]
         return [part.held_out for part in self.parts]
+
+    @property
+    def train_sizes(self) -> list[int]:
+        """The number of tokens to train on of each part."""
+        return [tokens.size for tokens in self.train]
+
+    @property
+    def held_out_sizes(self) -> list[int]:
+        """The number of tokens of each part that is held out."""
+        return [tokens.size for tokens in self.held_out]
 
     @property
     def how_held_out(self) -> str:
@@ -241,8 +252,10 @@ class _Reader:
         tokenizer = self.tokenizer
         end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         ending = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
-        encoded = tokenizer.encode_batch(list(texts.values()))
-        return {name: np.concatenate([ids, ending]) for name, ids in zip(texts, encoded, strict=True)}
+        encoded = {}
+        for name, ids in zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True):
+            encoded[name] = np.concatenate([ids, ending])
+        return encoded
 
 
 def _part_of_ids(file: TokenFile, per_mille: int) -> _TokenPart:
@@ -263,8 +276,8 @@ def _unit(tokenizer: Tokenizer) -> str:
 
 def _described(text: _TextData, *, source: str, held_out_is: str, unit: str) -> str:
     """Returns the line that a run prints of its data."""
-    num_train = sum(ids.size for ids in text.train)
-    num_held_out = sum(ids.size for ids in text.held_out)
+    num_train = sum(text.train_sizes)
+    num_held_out = sum(text.held_out_sizes)
     short_unit = unit.split()[0]  # without the tokenizer's name
     return (
         f"{text.counts} of {source}: {num_train / 1e6:.2f} {unit} to train on, "
@@ -277,11 +290,11 @@ def _sizes(text: _TextData, files: Sequence[Path], weights: Sequence[Fraction]) 
     sizes = {}
     if weights:  # each file is sampled from by itself; otherwise one part with a sample is enough
         # Each file is a part of its own then, see `_groups`.
-        for path, ids in zip(files, text.train, strict=True):
-            sizes[f"to train on from {path}"] = ids.size
+        for path, size in zip(files, text.train_sizes, strict=True):
+            sizes[f"to train on from {path}"] = size
     else:
-        sizes["to train on"] = max(ids.size for ids in text.train)
-    sizes["held out"] = max(ids.size for ids in text.held_out)
+        sizes["to train on"] = max(text.train_sizes)
+    sizes["held out"] = max(text.held_out_sizes)
     return sizes
 
 
@@ -297,7 +310,7 @@ def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: 
     short = {part: size for part, size in sizes.items() if size <= sequence_length}
     if not short:
         return
-    listed = ", ".join(f"{size} are {part}" for part, size in short.items())
+    too_few = ", ".join(f"{size} are {part}" for part, size in short.items())
     longest = min(short.values()) - 1
     do = "give --data more text."
     if longest > 0:
@@ -305,7 +318,7 @@ def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: 
     raise DataError(
         "The text is shorter than one sequence.",
         where=description,
-        why=f"a sequence of {sequence_length} and its last target take {sequence_length + 1} tokens; {listed}.",
+        why=f"a sequence of {sequence_length} and its last target take {sequence_length + 1} tokens; {too_few}.",
         do=do,
     )
 
@@ -313,7 +326,8 @@ def _check_lengths(sizes: Mapping[str, int], sequence_length: int, description: 
 def _fingerprint(text: _TextData, weights: Sequence[Fraction], tokenizer: Tokenizer, sequence_length: int) -> str:
     """Returns a text that differs if the samples of a run do."""
     words = ["text"]
-    words += [f"{weight}x" for weight in weights]
+    for weight in weights:
+        words.append(f"{weight}x")
     for part in (*text.parts, *text.held_out_parts):
         words.append(_fingerprint_of_part(part, tokenizer, sequence_length))
     return " ".join(words)
@@ -322,6 +336,7 @@ def _fingerprint(text: _TextData, weights: Sequence[Fraction], tokenizer: Tokeni
 def _fingerprint_of_part(part: _TokenPart, tokenizer: Tokenizer, sequence_length: int) -> str:
     train = part.train
     held_out = part.held_out
+    # With the dtype: the same bytes are other ids in another width.
     digest = hashlib.sha256(f"{tokenizer.name} {sequence_length} {train.dtype} {train.size} {held_out.size}".encode())
     for ids in (train, held_out):
         # A large file by a sample of its ids: reading all of it would take minutes.

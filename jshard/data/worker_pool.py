@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jshard import _stacks
@@ -172,7 +173,7 @@ def pickled(reader: Reader) -> bytes:
     import cloudpickle  # only needed with workers
 
     # A worker cannot import a model file by name, so its classes and functions are sent by value.
-    model_files = [module for name, module in sys.modules.items() if name.startswith(MODEL_FILE)]
+    model_files = _model_files()
     for module in model_files:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -193,10 +194,17 @@ def _not_portable(reader: Reader, error: BaseException) -> ShardingError:
     )
 
 
+def _model_files() -> list[ModuleType]:
+    """Returns the modules of the model files that this process has loaded."""
+    return [module for name, module in sys.modules.items() if name.startswith(MODEL_FILE)]
+
+
 def _model_folders() -> list[str]:
     """Returns the folders that model files have put into `sys.path`."""
-    files = [module.__file__ for name, module in sys.modules.items() if name.startswith(MODEL_FILE)]
-    folders = dict.fromkeys(os.path.dirname(file) for file in files if file)
+    folders = {}  # a set that keeps its order
+    for module in _model_files():
+        if module.__file__:
+            folders[os.path.dirname(module.__file__)] = None
     return [folder for folder in folders if folder in sys.path]
 
 

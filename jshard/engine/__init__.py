@@ -33,21 +33,21 @@ The core idea in one example, without units, loops and most rules:
     ...     cut = lambda v: lax.dynamic_slice_in_dim(v, lax.axis_index("fsdp") * rows, rows)
     ...     env = dict(zip(program.invars, zip(args, ["stored"] * len(params) + ["split"])))
     ...     for e in program.eqns:
-    ...         found = [(a.val, "whole") if isinstance(a, Literal) else env[a] for a in e.invars]
+    ...         operands = [(a.val, "whole") if isinstance(a, Literal) else env[a] for a in e.invars]
     ...         gather = lambda v: (lax.all_gather(v, "fsdp", tiled=True), "whole")
-    ...         found = [gather(v) if s == "stored" else (v, s) for v, s in found]
-    ...         states = [s for _, s in found]
+    ...         operands = [gather(v) if s == "stored" else (v, s) for v, s in operands]
+    ...         states = [s for _, s in operands]
     ...         summed = e.params.get("axes") or e.params.get("dimension_numbers", [((), ())])[0][0]
     ...         state = "split" if "split" in states else "whole"
     ...         if "partial" in states or (state == "split" and 0 in summed):
     ...             state = "partial"  # its sum over the shards is the value
     ...         if state == "split" and e.primitive.name != "dot_general":
-    ...             found = [(cut(v), s) if s == "whole" and v.ndim else (v, s) for v, s in found]
-    ...         env[e.outvars[0]] = e.primitive.bind(*(v for v, _ in found), **e.params), state
+    ...             operands = [(cut(v), s) if s == "whole" and v.ndim else (v, s) for v, s in operands]
+    ...         env[e.outvars[0]] = e.primitive.bind(*(v for v, _ in operands), **e.params), state
     ...     value, *gradients = (env[v][0] for v in program.outvars)
     ...     return lax.psum(value, "fsdp"), [lax.psum_scatter(g, "fsdp", tiled=True) for g in gradients]
     >>> sharded = jax.shard_map(on_shard, mesh=mesh, in_specs=P("fsdp"), out_specs=(P(), P("fsdp")), check_vma=False)
-    >>> got, wanted = jax.jit(sharded)(*params, x), jax.value_and_grad(loss)(params, x)
-    >>> for ours, one_device in zip(*map(jax.tree.leaves, (got, wanted))):
+    >>> results, expected = jax.jit(sharded)(*params, x), jax.value_and_grad(loss)(params, x)
+    >>> for ours, one_device in zip(*map(jax.tree.leaves, (results, expected))):
     ...     np.testing.assert_allclose(ours, one_device, rtol=1e-4, atol=1e-5)
 """

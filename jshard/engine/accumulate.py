@@ -2,7 +2,7 @@
 
 import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -19,6 +19,7 @@ from jshard.engine.gathers import gather
 from jshard.engine.gradient_sums import reduce_gradient
 from jshard.engine.inner import over_axes
 from jshard.engine.rules import PARTIAL, Shard, State, Value
+from jshard.engine.selections import at_positions
 from jshard.engine.stored import inner_dims
 from jshard.engine.weighted import MeanShares, WeightedMean, nonzero, value_and_weight
 from jshard.errors import CallError
@@ -65,11 +66,12 @@ def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
     """
     # Each microbatch must divide by the data shards, too.
     num_parts = steps * data_degree(unit.mesh)
-    row_counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x) and not _may_be_keys(x)}
+    row_counts = _row_counts(batch)
 
     def is_keys(x: ArrayLike) -> bool:
         return _may_be_keys(x) and not _is_by_row(x, row_counts, num_parts)
 
+    # Before the first array is cut, so that the error has all that do not divide.
     _check_rows_divide(batch, is_keys, steps, num_parts, name)
 
     def cut(x: ArrayLike) -> jax.Array:
@@ -84,6 +86,15 @@ def microbatches(batch: PyTree, unit: Unit, steps: int, name: str) -> PyTree:
         return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
 
     return jax.tree.map(cut, batch)
+
+
+def _row_counts(batch: PyTree) -> set[int]:
+    """Returns the sizes of dim 0 of what is certainly no key."""
+    counts = set()
+    for x in jax.tree.leaves(batch):
+        if jnp.ndim(x) and not _may_be_keys(x):
+            counts.add(jnp.shape(x)[0])
+    return counts
 
 
 def _check_rows_divide(
@@ -132,12 +143,13 @@ def _is_by_row(x: ArrayLike, rows: set[int], parts: int) -> bool:
     if not jnp.ndim(x):
         return False
     size = jnp.shape(x)[0]
+    # Without other arrays there are no rows to compare with: keys are rows if they can be cut like them.
     return size in rows or (not rows and size % parts == 0)
 
 
 def _split_keys(keys: jax.Array, steps: int) -> jax.Array:
     """Returns `steps` new keys for each key, along a new leading dim."""
-    if not _is_typed_key(keys) or not keys.ndim:
+    if not _is_typed_key(keys) or not keys.ndim:  # an array of words is one key of the old form
         return jax.random.split(keys, steps)
     split = jax.vmap(lambda key: jax.random.split(key, steps), out_axes=1)
     return split(keys.ravel()).reshape(steps, *keys.shape)
@@ -180,6 +192,7 @@ class GatheredOnce:
         """Chooses them by the placements of the tree's leaves; None for a leaf that is not a parameter."""
         self.positions: list[int] = []
         self.placements: list[Placement] = []
+        # One device with all of the batch has all of each parameter: there is nothing to gather, nor to reduce.
         if region_degree(mesh) > 1:
             for i, placement in enumerate(placements):
                 if placement is not None and placement.gathered:
@@ -202,8 +215,7 @@ class GatheredOnce:
             return copies
 
         def run(arrays: list[jax.Array]) -> list[jax.Array]:
-            dims = [inner_dims(placement, x.ndim) for x, placement in zip(arrays, self.placements, strict=True)]
-            states = self._states_by_axis(dims, without_dim=None)
+            states = self._states_by_axis(arrays, gathered=False, without_dim=None)
             return over_axes(self.inner, gather_all, [fetched(x) for x in arrays], states, {})
 
         return self._shard_map(run, in_specs=(self._stored_specs(),), out_specs=self._copy_spec())(self.picked(tree))
@@ -218,15 +230,10 @@ class GatheredOnce:
             return [reduce_gradient(x, placement, mesh) for x, placement in zip(sums, self.placements, strict=True)]
 
         def run(arrays: list[jax.Array], sums: list[jax.Array]) -> list[jax.Array]:
-            of_copies = []
-            of_shards = []
-            for x, placement in zip(arrays, self.placements, strict=True):
-                of_copies.append(inner_dims(placement, x.ndim, gathered=True))
-                of_shards.append(inner_dims(placement, x.ndim, gathered=False))
             # Each place along an inner axis has summed the gradients of its own examples or tokens, for all of a copy
             # that is not split over the axis.
-            states = self._states_by_axis(of_copies, without_dim=PARTIAL)
-            targets = self._states_by_axis(of_shards, without_dim=None)
+            states = self._states_by_axis(arrays, gathered=True, without_dim=PARTIAL)
+            targets = self._states_by_axis(arrays, gathered=False, without_dim=None)
             own_sums = [x[0] for x in sums]
             gradients = over_axes(self.inner, reduce_all, own_sums, states, targets)
             return [placed_like(g, x) for x, g in zip(arrays, gradients, strict=True)]
@@ -234,27 +241,33 @@ class GatheredOnce:
         specs = self._stored_specs()
         return self._shard_map(run, in_specs=(specs, self._copy_spec()), out_specs=specs)(self.picked(tree), sums)
 
-    def _states_by_axis(self, dims: Sequence[Mapping[str, int]], *, without_dim: State) -> dict[str, list[State]]:
-        """Returns the states of arrays over each inner axis, given the dims that are split over inner axes.
+    def _states_by_axis(
+        self, arrays: Sequence[jax.Array], *, gathered: bool, without_dim: State
+    ) -> dict[str, list[State]]:
+        """Returns the states of the parameters over each inner axis.
 
         Args:
-            dims: of each array, by axis.
-            without_dim: the state of an array that is not split over an axis.
+            arrays: the parameters as they are stored.
+            gathered: whether the states are those of the gathered copies.
+            without_dim: the state of a parameter that is not split over an axis.
         """
-        states: dict[str, list[State]] = {}
-        for axis in self.inner:
-            states[axis] = [dims_of_array.get(axis, without_dim) for dims_of_array in dims]
+        states: dict[str, list[State]] = {axis: [] for axis in self.inner}
+        for x, placement in zip(arrays, self.placements, strict=True):
+            dims = inner_dims(placement, x.ndim, gathered=gathered)
+            for axis in self.inner:
+                states[axis].append(dims.get(axis, without_dim))
         return states
 
     def picked(self, tree: PyTree) -> list[jax.Array]:
         """Returns the leaves of a tree at the positions of these parameters."""
-        leaves = jax.tree.leaves(tree)
-        return [leaves[i] for i in self.positions]
+        return at_positions(jax.tree.leaves(tree), self.positions)
 
     def names(self, tree: PyTree) -> list[str]:
         """Returns their paths in a tree, as text."""
-        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        return ["/".join(key_texts(paths[i])) for i in self.positions]
+        names = []
+        for path, _ in at_positions(jax.tree.leaves_with_path(tree), self.positions):
+            names.append("/".join(key_texts(path)))
+        return names
 
     def _concrete_mesh(self) -> Mesh:
         assert isinstance(self.mesh, Mesh), "the model has arrays"
@@ -320,6 +333,8 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
     mesh = loss.root.mesh
     param_placements, frozen_placements = loss.placements
     params_once = GatheredOnce(param_placements if once else (), mesh)
+    # Frozen parameters are gathered as often as the others. Their copies have no gradient, so `run` is no function of
+    # them.
     frozen_once = GatheredOnce(frozen_placements if once else (), mesh)
     # Outside of the loop over microbatches, whose body takes them as constants.
     copies = params_once.gather(loss.params)
@@ -333,6 +348,7 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
         available = Copies(stored, copies + frozen_copies)
         with during(gathered_copies, available if once else None):
             value, aux = loss.run(params, loss.frozen, state, part)
+        # Inside of the trace: copies are taken while the loss is traced, and it is traced once.
         _check_taken(available, stored, params_once.names(params) + frozen_once.names(loss.frozen), loss.name)
         value, weight = value_and_weight(value)
         return value, (*aux, weight)
@@ -358,10 +374,11 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
     for x, placement in zip(copies, params_once.placements, strict=True):
         copy_sums.append(jnp.zeros_like(x, placement.reduce_dtype))
     first = jax.tree.map(lambda x: x[0], parts)
+    # The carry of a scan has its types from the start, and only the loss says those of its value and weight.
     (value, (_, _, weight)), _ = jax.eval_shape(grad, loss.params, copies, loss.state, first)
     no_weight = None if weight is None else jnp.zeros((), weight.dtype)
-    begin = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
-    (total, (grads, copy_sums), state, weight), aux = lax.scan(step, begin, parts)
+    first_carry = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
+    (total, (grads, copy_sums), state, weight), aux = lax.scan(step, first_carry, parts)
     if once:
         grads = _with_reduced_copies(grads, params_once, params_once.reduce(loss.params, copy_sums))
     if weight is None:

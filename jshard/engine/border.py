@@ -34,7 +34,8 @@ from jshard.engine.objects import (
     or_iterator,
     take_apart,
 )
-from jshard.engine.values import AnyArray, Leaf
+from jshard.engine.selections import merged, others, picked
+from jshard.engine.values import AnyArray, Leaf, type_text
 from jshard.errors import CallError
 
 Callers = tuple[tuple, Mapping[str, object]]
@@ -75,12 +76,13 @@ def opened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[object]], PyTre
 
         return apart.leaves, with_leaves
 
-    def together(arrays: Sequence[object]) -> PyTree:
-        remaining = iter(arrays)
-        leaves = [next(remaining) if is_any_array(x) else x for x in apart.leaves]
-        return apart.form.together(leaves, [])
+    is_array = [is_any_array(x) for x in apart.leaves]
+    static = others(is_array, apart.leaves)
 
-    return [x for x in apart.leaves if is_any_array(x)], together
+    def together(arrays: Sequence[object]) -> PyTree:
+        return apart.form.together(merged(is_array, arrays, static), [])
+
+    return picked(is_array, apart.leaves), together
 
 
 # ---- the arguments and results of a call
@@ -101,13 +103,13 @@ class LiveArguments:
         args: positional arguments.
         kwargs: keyword arguments.
         before: both, taken apart.
-        held: ids of the traced arrays that opaque arguments refer to.
+        opaque_ids: ids of the traced arrays that opaque arguments refer to.
     """
 
     args: tuple
     kwargs: dict[str, object]
     before: Apart
-    held: frozenset[int]
+    opaque_ids: frozenset[int]
 
 
 class Arguments:
@@ -143,6 +145,8 @@ class Arguments:
     def live(self, args: tuple, kwargs: dict[str, object]) -> LiveArguments:
         """Returns the arguments that the method is about to get, put together by `form` and bound by the adapter."""
         before = self._apart((args, kwargs))
+        # An argument may hold traced arrays of a trace around the call. Only what the method adds to it is refused, or
+        # what it returns in an object of its own.
         arrays = _opaque_arrays(before.leaves)
         return LiveArguments(args, kwargs, before, frozenset(id(opaque.array) for opaque in arrays))
 
@@ -162,6 +166,8 @@ class Arguments:
 
     def write(self, form: Form, leaves: Iterable[object]) -> None:
         """Gives the caller's lists, dicts and objects the contents that the method gave to its own."""
+        # The method's arguments were put together in the form of the caller's, so a `Given` counts the same leaves in
+        # both.
         callers_leaves = self._apart(self._callers).leaves
         new_leaves = [callers_leaves[x.number] if isinstance(x, Given) else x for x in leaves]
         assign(self._callers, form.together(new_leaves, []))
@@ -193,7 +199,7 @@ def results(out: PyTree, live: LiveArguments, where: str) -> Apart:
     # Outside of a region's trace nothing is carried out of a program. And an argument that the method returns may hold
     # traced arrays already, of a trace around the call.
     for opaque in _opaque_arrays(apart.leaves):
-        if region_mesh() is not None and id(opaque.array) not in live.held:
+        if region_mesh() is not None and id(opaque.array) not in live.opaque_ids:
             raise _opaque_result(opaque, where)
     return apart
 
@@ -208,9 +214,9 @@ def _is_same(new: object, old: object) -> bool:
     return new is old or (isinstance(new, (Again, Constant)) and new == old)
 
 
-def _are_equal(form: Form, other: Form) -> bool:
+def _are_equal(new_form: Form, old_form: Form) -> bool:
     try:
-        return form == other
+        return new_form == old_form
     except ValueError:  # a pytree of the user that holds NumPy arrays in its structure
         return True
 
@@ -236,7 +242,7 @@ def _opaque_arrays(leaves: Sequence[object]) -> Iterator[_OpaqueArray]:
 def _refuse_filled(live: LiveArguments, where: str) -> None:
     """Raises if the method stored traced arrays in an argument that was not taken apart."""
     for opaque in _opaque_arrays(live.before.leaves):
-        if region_mesh() is not None and id(opaque.array) not in live.held:
+        if region_mesh() is not None and id(opaque.array) not in live.opaque_ids:
             raise CallError(
                 "A method stored an array in an argument that JAX does not know.",
                 where=f"{where}: a {type(opaque.leaf).__qualname__}, {_described(opaque)}",
@@ -262,8 +268,7 @@ def _opaque_result(opaque: _OpaqueArray, where: str) -> CallError:
 
 
 def _described(opaque: _OpaqueArray) -> str:
-    array = opaque.array
-    return f"{opaque.access.strip()}: {array.dtype}{list(array.shape)}"
+    return f"{opaque.access.strip()}: {type_text(opaque.array)}"
 
 
 def _registration(x: object, kind: str) -> str:
@@ -274,8 +279,10 @@ def _registration(x: object, kind: str) -> str:
     arrays: list[str] = []
     settings: list[str] = []
     for name, value in attributes(x).items():
-        has_array = any(True for _ in held(value, is_any_array, in_functions=True))
-        (arrays if has_array else settings).append(name)
+        if holds(value, is_any_array, in_functions=True):
+            arrays.append(name)
+        else:
+            settings.append(name)
     array_values = ", ".join(f"x.{name}" for name in arrays)
     setting_items = "".join(f"({name!r}, x.{name}), " for name in settings)
     return "\n".join(

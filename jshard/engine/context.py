@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 
+from jshard.engine.selections import at_positions
 from jshard.errors import AnnotationError
 from jshard.plans.units import LogicalOptimizer
 
@@ -74,15 +76,23 @@ def without_update() -> AbstractContextManager[None]:
     return _no_update(True)
 
 
-def guard(values: Sequence[jax.Array], padded: Mapping[int, tuple[str, LogicalOptimizer]]) -> list[jax.Array]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class PaddedParameter:
+    """A parameter that is stored padded: its name for messages, and the optimizer of its model."""
+
+    text: str
+    optimizer: LogicalOptimizer
+
+
+def guard(values: Sequence[jax.Array], padded: Mapping[int, PaddedParameter]) -> list[jax.Array]:
     """Stored parameters; differentiating a padded one raises while an optimizer would see the padding.
 
-    `padded` has those by position, each with its name for messages and the optimizer of its model.
+    `padded` has those by position.
     """
     if _no_update.value:
         return list(values)
-    unguarded = {i: entry for i, entry in padded.items() if not entry[1].exists}
-    if not unguarded:
+    without_optimizer = {i: param for i, param in padded.items() if not param.optimizer.exists}
+    if not without_optimizer:
         return list(values)
 
     # An identity whose derivative raises. Only differentiation says that a gradient is asked for: to look at who calls
@@ -96,23 +106,23 @@ def guard(values: Sequence[jax.Array], padded: Mapping[int, tuple[str, LogicalOp
     def differentiated(
         arrays: tuple[list[jax.Array]], tangents: tuple[list[jax.Array | SymbolicZero]]
     ) -> tuple[list[jax.Array], list[Any]]:
-        refused = []
-        for (text, optimizer), tangent in zip(unguarded.values(), tangents[0], strict=True):
+        refused: list[PaddedParameter] = []
+        for param, tangent in zip(without_optimizer.values(), tangents[0], strict=True):
             is_differentiated = not isinstance(tangent, SymbolicZero)
-            if is_differentiated and not optimizer.exists:  # asked again: a trace may be older than the optimizer
-                refused.append((text, optimizer))
+            if is_differentiated and not param.optimizer.exists:  # asked again: a trace may be older than the optimizer
+                refused.append(param)
         if refused:
             raise AnnotationError(
                 "A padded parameter was differentiated, and js.shard_optimizer was not called for its model.",
-                where=[text for text, _ in refused],
+                where=[param.text for param in refused],
                 why="the stored array ends in zeros. Any other optimizer would count them in its means over the"
                 " parameter, and its updates would be wrong.",
-                do=refused[0][1].do,
+                do=refused[0].optimizer.do,
             )
         return arrays[0], tangents[0]
 
     values_guarded = list(values)
-    for i, x in zip(unguarded, guarded([values[i] for i in unguarded]), strict=True):
+    for i, x in zip(without_optimizer, guarded(at_positions(values, without_optimizer)), strict=True):
         values_guarded[i] = x
     return values_guarded
 
@@ -122,18 +132,18 @@ _attention: contextvars.ContextVar[tuple[bool, list[None]] | None] = contextvars
 
 
 @contextlib.contextmanager
-def attention_again(again: bool) -> Iterator[list[None]]:
+def attention_again(is_rerun: bool) -> Iterator[list[None]]:
     """A context to trace a unit whose backward reruns attention, or not; yields one entry per attention call."""
     calls: list[None] = []
-    with during(_attention, (again, calls)):
+    with during(_attention, (is_rerun, calls)):
         yield calls
 
 
 def note_attention() -> bool:
     """Records a call of attention; returns whether backward runs it again."""
-    again, calls = _attention.get() or (False, [])
+    is_rerun, calls = _attention.get() or (False, [])
     calls.append(None)
-    return again
+    return is_rerun
 
 
 def in_global_view() -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jshard import _compat, _processes
-from jshard.engine.values import AnyArray
+from jshard.engine.values import AnyArray, type_text
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import num_processes
 
@@ -29,7 +29,7 @@ def created(
         return jax.jit(make, out_shardings=shardings)()
     run = jax.jit(make, out_shardings=shardings, compiler_options=_compat.init_options(mesh))
     if jax.process_count() == 1 or num_processes(mesh) < jax.process_count():
-        return run()
+        return run()  # to compare takes every process, and a mesh of some of them is used by these alone
     # Constants are hashed by themselves: in the text of a program large ones are left out, and a model's seed may be
     # in an array that NumPy made.
     traced = run.trace()
@@ -45,12 +45,16 @@ def check_same(where: str, program: str, constants: str) -> None:
     if len(set(digests)) == 1:
         return
     is_program = len({program for program, _ in digests}) > 1
-    what = "programs" if is_program else "constants (keys, arrays made by NumPy)"
-    others = [number for number, digest in enumerate(digests) if digest != digests[0]]
+    difference = "programs" if is_program else "constants (keys, arrays made by NumPy)"
+    differing = []
+    for number, digest in enumerate(digests):
+        if digest != digests[0]:
+            differing.append(f"{where}: process {number} differs from process 0")
     raise AnnotationError(
         "The processes would initialise different models.",
-        where=[f"{where}: process {number} differs from process 0" for number in others],
-        why=f"their {what} are not the same: each process would fill its shards with the values of its own model.",
+        where=differing,
+        why=f"their {difference} are not the same: each process would fill its shards with the values of its own"
+        " model.",
         do="model = js.shard_init(lambda: Model(rngs=nnx.Rngs(0)), annotate)  # one seed in all processes,\n"
         "np.random.default_rng(0)  # also of NumPy; not one of the time, or of jax.process_index()",
     )
@@ -66,7 +70,7 @@ def constants_digest(constants: Iterable[AnyArray]) -> str:
     """A hash of a program's constants; of an array that several processes hold parts of, only its type."""
     digest = hashlib.sha256()
     for constant in constants:
-        digest.update(f"{constant.dtype}{list(constant.shape)}".encode())
+        digest.update(type_text(constant).encode())
         if isinstance(constant, jax.Array):
             if not (constant.is_fully_addressable or constant.is_fully_replicated):
                 continue

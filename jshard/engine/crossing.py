@@ -1,7 +1,7 @@
 """How arrays enter a region of data shards and leave it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -47,6 +47,7 @@ class Crossing:
     @classmethod
     def of(cls, value: Value, *, is_own: bool = False) -> "Crossing":
         """Returns how a value leaves; each device has its own piece of a parameter."""
+        # Neighbours have different pieces, and each group of them the same ones: no spec says that.
         is_own = is_own or (value.is_stored and value.shard.pieces > 0)
         return cls(value.state, is_own, value.index_dims, value.parameter)
 
@@ -83,9 +84,20 @@ class ResultOf:
 AnyCrossing = Crossing | ResultOf
 
 
-def of_tangent(crossing: AnyCrossing) -> AnyCrossing:
-    """Returns how a tangent enters: like its operand. It is not the parameter of that name."""
-    return dataclasses.replace(crossing, parameter="") if isinstance(crossing, Crossing) else crossing
+def results_of(leaving: Callable[[], Sequence[Crossing]], positions: Iterable[int]) -> list[ResultOf]:
+    """Returns the crossings of some results of an earlier call."""
+    return [ResultOf(leaving, position) for position in positions]
+
+
+def of_tangents(crossings: Iterable[AnyCrossing]) -> list[AnyCrossing]:
+    """Returns how tangents enter: each like its operand. It is not the parameter of that name."""
+    tangents: list[AnyCrossing] = []
+    for crossing in crossings:
+        if isinstance(crossing, Crossing):
+            # Under the name of the parameter, a tangent would be taken for it where that is kept or found by its path.
+            crossing = dataclasses.replace(crossing, parameter="")
+        tangents.append(crossing)
+    return tangents
 
 
 def resolved(crossing: AnyCrossing) -> Crossing:
@@ -93,6 +105,11 @@ def resolved(crossing: AnyCrossing) -> Crossing:
     if isinstance(crossing, ResultOf):
         return crossing.leaving()[crossing.position]
     return crossing
+
+
+def all_resolved(crossings: Iterable[AnyCrossing]) -> list[Crossing]:
+    """Returns crossings that are known."""
+    return [resolved(crossing) for crossing in crossings]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,15 +130,15 @@ class Region:
         name: class and method, for messages.
         arguments: the types of the arguments.
         batch: the size of the batch; 0 without one.
-        kept: what the calls of the region have gathered and kept. A later call finds there which parameters the copies
-            among its operands are.
+        gathered: what the calls of the region have gathered and kept. A later call finds there which parameters the
+            copies among its operands are.
     """
 
     unit: Unit
     name: str
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     batch: int
-    kept: list[Gathered] = dataclasses.field(default_factory=list)
+    gathered: list[Gathered] = dataclasses.field(default_factory=list)
 
     @property
     def mesh(self) -> Mesh:
@@ -164,27 +181,33 @@ class Region:
                 dims[dim] = (*axes_of(dims[dim]), axis)
         return PartitionSpec(*dims)
 
+    def specs(self, crossings: Sequence[Crossing], arrays: Sequence[jax.Array | Value]) -> list[PartitionSpec]:
+        """Returns the specs of arrays that cross, each in its way."""
+        return [self.spec(crossing, x.ndim) for crossing, x in zip(crossings, arrays, strict=True)]
+
     def keeps(self, p: ShardedPartitioner, operands: Sequence[Crossing]) -> dict[ParameterKey, Value]:
         """Returns the parameters gathered outside units that forward keeps for backward, whole or in pieces."""
         # Parameters alone: what else was gathered outside of units is a value of this program, and no operand of
         # backward.
-        own = resharded(self.unit, is_root=not self.unit.nested)
+        root_setting = resharded(self.unit, is_root=not self.unit.nested)
         tied = self._resharded_as_tied()
         placements = {}
         for crossing in operands:
             if crossing.shard is not None:
                 placements[crossing.parameter] = crossing.shard.placement
-        kept = {}
+        kept_values = {}
         for key, value in p.kept_whole.items():
             if not isinstance(key, tuple):
                 continue
-            pieces = tied.get(key[0], own)
+            path = key[0]
+            # Parameters tied between modules of a list are gathered here, once in each pass, with the list's setting.
+            pieces = tied.get(path, root_setting)
             if pieces is False:
-                kept[key] = value
+                kept_values[key] = value
             elif pieces is not True:
-                shard = Shard(placements[key[0]], pieces)
-                kept[key] = Value(stored.cut(value.x, shard.placement, pieces), shard)
-        return kept
+                shard = Shard(placements[path], pieces)
+                kept_values[key] = Value(stored.cut(value.x, shard.placement, pieces), shard)
+        return kept_values
 
     def _resharded_as_tied(self) -> dict[str, bool | int]:
         """Returns parameters that are tied between the modules of one list, by path, with the setting of their list."""
@@ -198,7 +221,8 @@ class Region:
         """Returns which parameters the copies of these types are; None where that is not certain."""
         # An equation has arrays alone, so copies are known by their types. Where two calls of the region have kept
         # different parameters of the same types, the copies are left, and the parameters gathered again.
-        candidates = [gathered for gathered in self.kept if gathered.avals == tuple(avals)]
+        candidates = [gathered for gathered in self.gathered if gathered.avals == tuple(avals)]
+        # With their order, by which they are paired with the arrays behind the operands of a call.
         keys = {tuple(gathered.crossings) for gathered in candidates}
         if len(keys) != 1:
             return None

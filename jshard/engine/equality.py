@@ -13,6 +13,7 @@ from jshard import _compat
 from jshard.engine import rules
 from jshard.engine.program import Atom, Program, abstract
 from jshard.engine.unit_call import UnitCall
+from jshard.engine.values import are_identical
 
 
 def shared(program: Program, alike: list[Program]) -> tuple[Program, list[np.generic]]:
@@ -28,6 +29,7 @@ def shared(program: Program, alike: list[Program]) -> tuple[Program, list[np.gen
     # One after another: `alike` has the programs of one class, method and number of equations, of which there are few.
     jaxpr, numbers = _without_key_data(program.jaxpr)
     for candidate in alike:
+        # What forward keeps depends on remat, which is no part of the equations.
         if candidate.remat == program.remat and are_equal(candidate.jaxpr, jaxpr):
             return candidate, numbers
     new = Program(jaxpr, program.num_params, remat=program.remat)
@@ -63,10 +65,10 @@ def are_equal(a: jex.Jaxpr | jex.ClosedJaxpr, b: jex.Jaxpr | jex.ClosedJaxpr) ->
     """Returns whether two programs have the same equations, with the same names and settings, in the same order."""
     a_jaxpr, a_consts = rules.opened(a)
     b_jaxpr, b_consts = rules.opened(b)
-    if len(a_consts) != len(b_consts) or len(a_jaxpr.eqns) != len(b_jaxpr.eqns):
+    if len(a_jaxpr.eqns) != len(b_jaxpr.eqns):
         return False
     # Constants are compared by identity: comparing their values would wait for the device.
-    if any(x is not y for x, y in zip(a_consts, b_consts, strict=True)):
+    if not are_identical(a_consts, b_consts):
         return False
     return a_jaxpr is b_jaxpr or _ProgramComparison().programs_equal(a_jaxpr, b_jaxpr)
 

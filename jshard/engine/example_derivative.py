@@ -20,9 +20,10 @@ from jax.extend.core import Jaxpr
 
 from jshard import _compat
 from jshard.engine.example_call import Body, per_example_p
-from jshard.engine.program import Atom, abstract, dependents, merged, others, picked
+from jshard.engine.program import Atom, abstract_all, dependents, types_of
 from jshard.engine.rules import PARTIAL
-from jshard.engine.values import has_gradient
+from jshard.engine.selections import at_positions, merged, others, picked
+from jshard.engine.values import have_gradients
 from jshard.errors import CallError
 
 Shape = tuple[int, ...]
@@ -38,7 +39,7 @@ def differentiable(body: Body) -> Callable[..., list[jax.Array]]:
         return per_example_p.bind(*arrays, body=body)
 
     def forward(*arrays: jax.Array) -> tuple[list[jax.Array], tuple[list[jax.Array], "_Static"]]:
-        derivative = _Derivative(body, [jax.typeof(x) for x in arrays])
+        derivative = _Derivative(body, types_of(arrays))
         outs, saved = derivative.forward(arrays)
         return outs, (saved, _Static(derivative))
 
@@ -96,26 +97,28 @@ class _Derivative:
         self.body = body
         self.avals = list(avals)
         self.num_outs = len(body.outs)
-        self.operand_has_gradient = [has_gradient(aval) for aval in avals]
+        self.operand_has_gradient = have_gradients(avals)
 
         # For the whole batch, only to choose residuals: forward and backward trace the body for the examples of a
         # shard.
         program = jax.make_jaxpr(lambda *xs: self._vjp(xs).arrays)(*avals)
         out_avals = program.out_avals[: self.num_outs]
-        self.out_has_gradient = [has_gradient(aval) for aval in out_avals]
+        self.out_has_gradient = have_gradients(out_avals)
 
         residuals = program.jaxpr.outvars[self.num_outs :]
         self.num_residuals = len(residuals)
         self.from_outs, self.saved = self._choose_residuals(program.jaxpr, residuals)
         self.saved_avals = {i: residuals[i].aval for i in self.saved}
 
-        results = [*program.jaxpr.outvars[: self.num_outs], *(residuals[i] for i in self.saved)]
+        results = [*program.jaxpr.outvars[: self.num_outs], *at_positions(residuals, self.saved)]
+        # A policy sees the equation, not the program inside, so the names in it are given again to what the equation
+        # returns.
         self.names = [_checkpoint_name_of(program.jaxpr, atom) for atom in results]
         self.used = self._operands_of_backward(out_avals)
 
     def _operands_of_backward(self, out_avals: Sequence[ShapedArray]) -> list[bool]:
         # What backward does not read need not be kept for it, such as the input of a large layer.
-        reused_avals = [out_avals[k] for k in self.from_outs.values()]
+        reused_avals = at_positions(out_avals, self.from_outs.values())
         cotangents = picked(self.out_has_gradient, out_avals)
         program = jax.make_jaxpr(self._gradients)(self.avals, reused_avals, list(self.saved_avals.values()), cotangents)
         _, is_used = _compat.without_dead_code(program)
@@ -134,7 +137,7 @@ class _Derivative:
         def run(*xs: jax.Array) -> list[jax.Array]:
             vjp = self._vjp(xs)
             self._check(vjp.residuals, self._has_saved_shape)
-            return [*vjp.outs, *(vjp.residuals[i] for i in self.saved)]
+            return [*vjp.outs, *at_positions(vjp.residuals, self.saved)]
 
         # Saved residuals are results of the equation, split along their dim of examples.
         states = (*self.body.outs, *self.saved.values())
@@ -144,7 +147,7 @@ class _Derivative:
             named.append(x if name is None else checkpoint_name(x, name))
         outs = named[: self.num_outs]
         saved = named[self.num_outs :]
-        return outs, [*picked(self.used, arrays), *(outs[k] for k in self.from_outs.values()), *saved]
+        return outs, [*picked(self.used, arrays), *at_positions(outs, self.from_outs.values()), *saved]
 
     def backward(self, values: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
         """Returns the gradients of the operands; None for an operand without one.
@@ -157,15 +160,16 @@ class _Derivative:
         out_dims = [state if isinstance(state, int) else None for state in self.body.outs]
         num_operands = sum(self.used)
         num_reused = num_operands + len(self.from_outs)
+        # In the order of the values that `forward` has returned, then the cotangents.
         in_dims = (
             *picked(self.used, self.body.ins),
-            *(out_dims[k] for k in self.from_outs.values()),
+            *at_positions(out_dims, self.from_outs.values()),
             *self.saved.values(),
             *picked(self.out_has_gradient, out_dims),
         )
         inputs = (*values, *picked(self.out_has_gradient, cotangents))
         # Any operand with examples says how many there are: on a shard, fewer than here.
-        position, examples_dim = next((i, dim) for i, dim in enumerate(in_dims) if dim is not None)
+        position, examples_dim = _first_with_examples(in_dims)
         num_examples = inputs[position].shape[examples_dim]
 
         def run(*xs: jax.Array) -> Sequence[jax.Array]:
@@ -183,7 +187,9 @@ class _Derivative:
             program, is_read = _compat.without_dead_code(jax.make_jaxpr(self._gradients)(*arguments))
             return jex.jaxpr_as_fun(program)(*picked(is_read, jax.tree.leaves(arguments)))
 
+        # The gradient of an operand that all examples share is a sum over the shards, of which each has a part.
         grad_states = tuple(PARTIAL if dim is None else dim for dim in picked(self.operand_has_gradient, self.body.ins))
+        # Not the reused results: by the declaration they have a row for each example, on a shard as of the whole batch.
         from_forward = tuple(range(num_reused, len(values)))
         body = Body(run, in_dims, grad_states, f"the backward of {self.body.name}", from_forward)
         gradients = iter(differentiable(body)(*inputs))
@@ -200,7 +206,7 @@ class _Derivative:
 
             def run(*floats: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
                 outs = list(self.body.run(*merged(self.operand_has_gradient, floats, fixed)))
-                return [x for x in outs if has_gradient(x)], outs
+                return picked(have_gradients(outs), outs), outs
 
             _, vjp, outs = jax.vjp(run, *picked(self.operand_has_gradient, arrays), has_aux=True)
             residuals, structure = jax.tree.flatten(vjp)
@@ -233,6 +239,7 @@ class _Derivative:
 
     def _check(self, residuals: Sequence[jax.Array], fits: Callable[[int, jax.Array], bool]) -> None:
         """Raises if the residuals of fewer examples are not those of the whole batch."""
+        # They are known by position alone: were they others, backward would read one for another.
         num_wrong = 0
         for i, x in enumerate(residuals):
             if i in self.saved and not fits(i, x):
@@ -257,7 +264,8 @@ class _Derivative:
                 out_positions.setdefault(atom, k)
         # What depends on no operand, and the operands themselves, cost backward nothing.
         candidates = dependents(jaxpr, jaxpr.invars) - set(jaxpr.invars)
-        part = self._residuals_of_a_part([abstract(atom).shape for atom in residuals])
+        shapes = _shapes_of(abstract_all(residuals))
+        part = self._residuals_of_a_part(shapes)
 
         from_outs: dict[int, int] = {}
         saved: dict[int, int] = {}
@@ -265,7 +273,8 @@ class _Derivative:
             if isinstance(atom, jex.Literal) or atom not in candidates:
                 continue
             out_position = out_positions.get(atom)
-            examples_dim = part.examples_dim(i, abstract(atom).shape)
+            examples_dim = part.examples_dim(i, shapes[i])
+            # A result that is a sum over the shards is no residual of one: the shard computed its part of it.
             if out_position is not None and isinstance(self.body.outs[out_position], int):
                 from_outs[i] = out_position
             elif examples_dim is not None:
@@ -281,14 +290,14 @@ class _Derivative:
         Args:
             shapes: of the residuals of the whole batch.
         """
-        whole = _PartialBatch(divisor=1, shapes=shapes)
+        whole_batch = _PartialBatch(divisor=1, shapes=shapes)  # in which no dim shrinks: nothing is saved
         dims = self.body.ins
         # Nothing says along which dim a residual has the examples. Traced for fewer of them, it is the dim that
         # shrinks.
-        num_examples = next(aval.shape[d] for aval, d in zip(self.avals, dims, strict=True) if d is not None)
-        divisor = _smallest_divisor(num_examples)
+        position, examples_dim = _first_with_examples(dims)
+        divisor = _smallest_divisor(self.avals[position].shape[examples_dim])
         if divisor is None:
-            return whole
+            return whole_batch
         operands = []
         for aval, dim in zip(self.avals, dims, strict=True):
             shape = _with_examples(aval.shape, dim, 1, divisor)
@@ -297,11 +306,10 @@ class _Derivative:
             program = jax.make_jaxpr(lambda *xs: self._vjp(xs).arrays)(*operands)
         except Exception:
             # The function cannot run on fewer examples. It raises when it is partitioned, if it ever is.
-            return whole
-        part_shapes = [aval.shape for aval in program.out_avals[self.num_outs :]]
-        has_same_dims = [len(shape) for shape in part_shapes] == [len(shape) for shape in shapes]
-        if not has_same_dims:
-            return whole
+            return whole_batch
+        part_shapes = _shapes_of(program.out_avals[self.num_outs :])
+        if _num_dims(part_shapes) != _num_dims(shapes):
+            return whole_batch
         return _PartialBatch(divisor, part_shapes)
 
 
@@ -326,6 +334,22 @@ class _PartialBatch:
         (dim,) = changed
         shrinks_with_batch = part[dim] * self.divisor == shape[dim]
         return dim if shrinks_with_batch else None
+
+
+def _first_with_examples(dims: Sequence[int | None]) -> tuple[int, int]:
+    """Returns the position of the first array that has examples, and their dim in it."""
+    for position, dim in enumerate(dims):
+        if dim is not None:
+            return position, dim
+    raise ValueError("No array has examples.")
+
+
+def _shapes_of(avals: Sequence[ShapedArray | jax.ShapeDtypeStruct]) -> list[Shape]:
+    return [aval.shape for aval in avals]
+
+
+def _num_dims(shapes: Sequence[Shape]) -> list[int]:
+    return [len(shape) for shape in shapes]
 
 
 def _smallest_divisor(n: int) -> int | None:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jshard.engine.rules import Shard, Value
+from jshard.engine.selections import at_positions
 from jshard.engine.stored import (
     Collective,
     beside_automatic_axes,
@@ -119,8 +120,8 @@ def gather_unit(
     for i in first:
         gathered[i] = gather(Value(arrays[i], shards[i]), dtypes[i])
     if first:
-        small = [gathered[i] for i in first]
-        large_shards = [arrays[i] for i in rest]
+        small = at_positions(gathered, first)
+        large_shards = at_positions(arrays, rest)
         small, large_shards = lax.optimization_barrier((small, large_shards))
         # Both groups continue with what is behind the barrier: XLA would remove an output that is not used.
         gathered = dict(zip(first, small, strict=True))
@@ -128,7 +129,7 @@ def gather_unit(
             arrays[i] = x
     for i in rest:
         gathered[i] = gather(Value(arrays[i], shards[i]), dtypes[i])
-    return [gathered[i] for i in range(len(arrays))]
+    return at_positions(gathered, range(len(arrays)))
 
 
 def _small_beside_large(shards: tuple[Shard, ...], mesh: Mesh) -> list[int]:

@@ -104,6 +104,7 @@ def _first_step(x: jax.Array, placement: Placement, mesh: Mesh) -> PartialSum:
     if x.size == 0:
         return part.after(x, part.axes)  # an empty gradient is its own sum
     if shard_dim(x, placement) is None:
+        # Nothing is summed yet. The second step sums it, in this dtype.
         return part.after(x.astype(placement.reduce_dtype), [])
     return part.after(reduce_scatter(x, placement, mesh), _scattered_axes(mesh))
 
@@ -217,8 +218,8 @@ def _summed_together(
             continue
         joined = jnp.concatenate([gradients[i].astype(reduce_dtype).ravel() for i in positions])
         # Over all batch axes, also those of degree 1: an inner axis that is open joins in a sum over any of them.
-        whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
-        rows = _split(whole, [gradients[i].size for i in positions])
+        total = lax.psum(joined, batch_axes(mesh)).astype(dtype)
+        rows = _split(total, [gradients[i].size for i in positions])
         for i, row in zip(positions, rows, strict=True):
             part = PartialSum.of(gradients[i], mesh)
             sums[i] = part.after(row.reshape(gradients[i].shape), part.axes)
@@ -255,5 +256,5 @@ def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Pla
 
 def _split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Cuts an array into parts of these sizes."""
-    ends = list(itertools.accumulate(sizes))
-    return jnp.split(x, ends[:-1])
+    part_ends = list(itertools.accumulate(sizes))
+    return jnp.split(x, part_ends[:-1])

@@ -26,6 +26,7 @@ from jshard import _compat
 from jshard.engine.mixing import Mixing
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules import IN_ALL, PARTIAL, State, Value, rule, same
+from jshard.engine.rules.values import arrays_of, in_states
 from jshard.plans.mesh import TENSOR
 
 # ---- the instruction
@@ -202,7 +203,7 @@ class InnerPartitioner(Partitioner):
         try:
             yield
         finally:
-            self.is_quiet = False
+            self.is_quiet = False  # as before: an inner axis has more than one place, so what it sends is recorded
             self._tensor_dim = None
 
 
@@ -277,15 +278,18 @@ def over_axis(
 
     p = InnerPartitioner(axis, degree)
     p.is_last = is_last
-    values = [Value(x, state) for x, state in zip(arrays, states, strict=True)]
+    values = in_states(arrays, states)
     # Results with a requested state are gradients: what flows to them alone may stay partial until then.
     results = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(requested)))
     num_requested = len(requested)
-    leaving = [_in_requested_state(p, v, state) for v, state in zip(results, requested, strict=False)]
-    leaving += [p.materialize(p.reduce_partial(v)) for v in results[num_requested:]]
+    leaving = []
+    for result, state in zip(results[:num_requested], requested, strict=True):
+        leaving.append(_in_requested_state(p, result, state))
+    for result in results[num_requested:]:
+        leaving.append(p.materialize(p.reduce_partial(result)))
 
     dims = [v.dim if v.is_split else None for v in leaving]
-    return [v.x for v in leaving], dims, p.moved
+    return arrays_of(leaving), dims, p.moved
 
 
 def _whole_type(x: jax.Array, state: State, degree: int) -> ShapedArray:

@@ -35,10 +35,13 @@ def note_layers(unit: Unit, rows: Mapping[str, Placement]) -> None:
             large[stack] = size
     if not large:
         return
-    _warned.update((key, stack) for stack in large)
-    listed = "".join(f"\n  {stack}  {n} bytes, by (root), each layer when it is needed" for stack, n in large.items())
     setting = "mesh=mesh, placement=js.PlacementPolicy(stacked=1)"
-    lines = "".join(f"\n  js.fully_shard({_in_python(stack)}, {setting})" for stack in large)
+    listed = ""
+    lines = ""
+    for stack, size in large.items():
+        _warned.add((key, stack))
+        listed += f"\n  {stack}  {size} bytes, by (root), each layer when it is needed"
+        lines += f"\n  js.fully_shard({_in_python(stack)}, {setting})"
     _compat.warn_user(
         f"{len(large)} stack(s) of layers of {unit.kind} form no unit, and are not gathered ahead of their use:{listed}"
         f"\n  Before the line of the model:{lines}"
@@ -66,6 +69,7 @@ def as_traced(plan: ShardPlan) -> ShardPlan:
 
 def _with_layers(leaf: LeafPlan, stack: str) -> LeafPlan:
     belongs_to_root = leaf.owner == ()
+    # The layers of a unit are gathered by it, and those of a stack that the plan knows are counted already.
     if not stack or leaf.stack or not belongs_to_root:
         return leaf
     placement = leaf.placement
@@ -89,6 +93,7 @@ def _common_module(paths: Iterable[str]) -> str:
     """Returns the longest path of modules that all parameters are inside of; empty for the root."""
     modules = [path.split("/")[:-1] for path in paths]  # the last name is the parameter's own
     common: list[str] = []
+    # As far as the shortest path: a module that all are inside of is a part of it.
     for names in zip(*modules, strict=False):
         if len(set(names)) > 1:
             break

@@ -6,7 +6,7 @@ Snapshot      is what the copy held before the method ran, to know what the meth
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
 from flax import nnx
@@ -14,7 +14,18 @@ from flax import nnx
 from jshard import _compat
 from jshard._types import PyTree
 from jshard.engine import border
-from jshard.engine.values import AnyArray, Leaf, MethodResult, is_array, is_nnx, raw, with_value
+from jshard.engine.selections import at_positions
+from jshard.engine.values import (
+    AnyArray,
+    Leaf,
+    MethodResult,
+    are_identical,
+    is_array,
+    is_nnx,
+    raw,
+    type_text,
+    with_value,
+)
 from jshard.errors import CallError
 from jshard.plans.units import Path, dotted, plain_class, walk
 
@@ -81,12 +92,17 @@ class MethodCall:
         self.where = f"{plain_class(module).__name__}.{method.__name__}"
         self.arguments = border.Arguments(args, kwargs, (args, kwargs), is_leaf=is_nnx)
         self._leaves = self.arguments.leaves
-        self._array_positions = [i for i, leaf in enumerate(self._leaves) if is_array(leaf)]
-        self._object_positions = [i for i, leaf in enumerate(self._leaves) if is_nnx(leaf)]
+        self._array_positions: list[int] = []
+        self._object_positions: list[int] = []
+        for i, leaf in enumerate(self._leaves):
+            if is_array(leaf):
+                self._array_positions.append(i)
+            elif is_nnx(leaf):
+                self._object_positions.append(i)
         self.has_objects = bool(self._object_positions)
-        self.arrays = [self._leaves[i] for i in self._array_positions]
+        self.arrays = at_positions(self._leaves, self._array_positions)
         # Split as one graph, so that a variable which the module and an argument share stays one.
-        self.graph = (module, tuple(self._leaves[i] for i in self._object_positions))
+        self.graph = (module, tuple(at_positions(self._leaves, self._object_positions)))
         # Parameters apart from other variables: they enter as stored shards, with a plan and a gradient.
         self._graphdef, params, state = nnx.split(self.graph, nnx.Param, ...)
         self.params: list[tuple[Path, nnx.Param]] = list(nnx.to_flat_state(params))
@@ -94,6 +110,8 @@ class MethodCall:
 
     def key(self) -> Hashable:
         """Returns a value that is equal for calls that run the same program on arrays of the same types."""
+        # Of an array only its place, as its type is compared with those of all operands. Any other leaf is part of the
+        # program: Python may branch on it.
         dynamic = {*self._array_positions, *self._object_positions}
         static = []
         for i, leaf in enumerate(self._leaves):
@@ -101,31 +119,26 @@ class MethodCall:
                 static.append((type(leaf), leaf))  # with its type: 1, 1.0 and True are equal
         return self.method, self._graphdef, self.arguments.form, tuple(self._array_positions), tuple(static)
 
-    def difference(self, other: "MethodCall") -> str:
+    def difference(self, other_call: "MethodCall") -> str:
         """Describes where another call's module differs in structure; empty if it does not."""
-        mine = self._types()
-        theirs = other._types()
+        first = self._types()
+        second = other_call._types()
         differences = []
-        for path in dict.fromkeys([*mine, *theirs]):
-            if mine.get(path) != theirs.get(path):
-                differences.append(f"{dotted(path[1:])}: {mine.get(path, 'none')} and {theirs.get(path, 'none')}")
+        for path in dict.fromkeys([*first, *second]):  # in the order of the model
+            if first.get(path) != second.get(path):
+                differences.append(f"{dotted(path[1:])}: {first.get(path, 'none')} and {second.get(path, 'none')}")
         if differences:
             return "; ".join(differences[:4])
-        if self._graphdef != other._graphdef:
+        if self._graphdef != other_call._graphdef:
             return "their attributes or annotations differ."
         return ""
 
     def _types(self) -> dict[Path, PyTree]:
-        def type_of(x: AnyArray) -> str:
-            return f"{x.dtype}{list(x.shape)}"
-
-        return {path: jax.tree.map(type_of, raw(variable)) for path, variable in self.params + self.state}
+        return {path: jax.tree.map(type_text, raw(variable)) for path, variable in self.params + self.state}
 
     def values(self) -> tuple[list, list, list]:
         """Returns the arrays of the call: parameters, state (each a pytree), arguments."""
-        params = [raw(variable) for _, variable in self.params]
-        state = [raw(variable) for _, variable in self.state]
-        return params, state, self.arrays
+        return _raw_values(self.params), _raw_values(self.state), self.arrays
 
     def put_together(self, params: Sequence, state: Sequence, arrays: Sequence) -> Live:
         """Returns a fresh copy of module and arguments that holds these values."""
@@ -186,7 +199,7 @@ class Snapshot:
                 raise _built_inside([f"{where}: {text}" for text in built])
             raise CallError(
                 "A plain attribute was written inside the call.",
-                where=[f"{where}: {dotted(path[1:])}" for path in lost],
+                where=places(where, lost),
                 why="the call runs on a copy of the module; only nnx Variables are copied back.",
                 do="self.count = nnx.Variable(jnp.zeros((), int))  # keep it in a variable",
             )
@@ -209,17 +222,17 @@ class Snapshot:
                 classes.setdefault(_outermost_unknown(path, known), []).append(plain_class(x).__name__)
         texts = []
         for path, names in classes.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            texts.append(f"{dotted(path[1:])}  {names[0]}{more}")
+            suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            texts.append(f"{dotted(path[1:])}  {names[0]}{suffix}")
         return texts
 
     def changed_state(self, live: Live, where: str) -> Variables:
         """Returns the variables that the method changed or created; raises if a parameter is among them."""
         changed = self.changed_variables(live, where)
-        written = [f"{where}: {dotted(path[1:])}" for path, v in changed if isinstance(v, nnx.Param)]
+        written = [path for path, v in changed if isinstance(v, nnx.Param)]
         if written:
             raise parameter_written(
-                written,
+                places(where, written),
                 why="the layers run in one loop, which has their parameters as its input.",
                 do="for layer in layers: x = layer(x)  # in place of js.scan_layers",
             )
@@ -231,6 +244,7 @@ class Snapshot:
         before = self.attributes[path]
         if before is x:
             return True
+        # With its type: 1, 1.0 and True are equal. Only of plain values, as `==` of a user's class may do anything.
         return type(before) is type(x) and isinstance(x, _PLAIN_VALUES) and before == x
 
 
@@ -252,6 +266,16 @@ def _built_inside(places: Sequence[str]) -> CallError:
     )
 
 
+def places(where: str, paths: Iterable[Path]) -> list[str]:
+    """Returns the places of variables for a message: the call, and the path of each in it."""
+    # Without the first entry of the path, which says whether it is of the module or of an argument.
+    return [f"{where}: {dotted(path[1:])}" for path in paths]
+
+
+def _raw_values(variables: Sequence[tuple[Path, nnx.Variable | AnyArray]]) -> list[PyTree]:
+    return [raw(variable) for _, variable in variables]
+
+
 def parameter_written(places: Sequence[str], *, why: str, do: str) -> CallError:
     """Returns the error for parameters that a method wrote."""
     return CallError("A parameter was written inside the call.", where=places, why=why, do=do)
@@ -259,6 +283,4 @@ def parameter_written(places: Sequence[str], *, why: str, do: str) -> CallError:
 
 def _has_same_leaves(a: PyTree, b: PyTree) -> bool:
     """Returns whether two values consist of the same arrays; by identity, as traced ones have no values."""
-    a_leaves = jax.tree.leaves(a)
-    b_leaves = jax.tree.leaves(b)
-    return len(a_leaves) == len(b_leaves) and all(x is y for x, y in zip(a_leaves, b_leaves, strict=True))
+    return are_identical(jax.tree.leaves(a), jax.tree.leaves(b))

@@ -75,6 +75,7 @@ class Mixing:
 
 # ---- names in compiled programs
 
+# Reads what `scope_of` writes: a change of one needs the same change of the other.
 _SCOPE = re.compile(r"mixing\[([^\]|]*)\|([^\]|]*)\|([^\]|]*)\|(\d+)\|([^\]|]*)\|(\d+)\]")
 
 
@@ -189,14 +190,20 @@ def _refuse_computed_whole(records: Sequence[Mixing]) -> None:
 
 def _warn_of_large(unit: Unit, model: str, over: str, key: ModelKey, records: Sequence[Mixing]) -> None:
     limit_bytes = _most_bytes_without_warning(unit)
-    large = [record for record in records if record.bytes >= limit_bytes and (key, record.where) not in _warned]
+    # Two records may have one line, and its warning has both: so a line counts as warned of only after the loop.
+    large = []
+    for record in records:
+        is_new = (key, record.where) not in _warned
+        if is_new and record.bytes >= limit_bytes:
+            large.append(record)
     if not large:
         return
-    _warned.update((key, record.where) for record in large)
-    how = "mixes the examples of its batch, which sends data between the data shards:"
+    for record in large:
+        _warned.add((key, record.where))
+    description = "mixes the examples of its batch, which sends data between the data shards:"
     if over == CONTEXT:
-        how = "looks beyond its part of a sequence, which sends data over the context axis:"
-    text = [f"{model} {how}", *_listed(large)]
+        description = "looks beyond its part of a sequence, which sends data over the context axis:"
+    text = [f"{model} {description}", *_listed(large)]
     operation = _opaque_operation(large)
     if operation is not None:
         text.append(

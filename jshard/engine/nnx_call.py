@@ -13,8 +13,9 @@ from flax import nnx
 from jshard._types import PyTree, TreeDef
 from jshard.engine import border
 from jshard.engine.context import during, parameters_are_fixed, region_mesh
-from jshard.engine.method_call import Live, MethodCall, Snapshot, Variables, parameter_written
+from jshard.engine.method_call import Live, MethodCall, Snapshot, Variables, parameter_written, places
 from jshard.engine.padded import PaddedCandidate, guarded
+from jshard.engine.selections import at_positions
 from jshard.engine.values import Leaf, MethodResult, is_array, raw
 from jshard.plans.call_checks import check_has_arrays, check_stored, warn_of_unplanned
 from jshard.plans.checks import check_axes_are_placed
@@ -105,9 +106,13 @@ class NnxCall:
 
         self._planned, unplanned = _divided_params(parts)
         planned = list(self._planned.values())
-        self.placements: list[Placement | None] = [param.placement for param in planned]
-        self.owners = [param.owner for param in planned]
-        self.names = [dotted(param.path[1:]) for param in planned]
+        self.placements: list[Placement | None] = []
+        self.owners: list[str] = []
+        self.names: list[str] = []
+        for param in planned:
+            self.placements.append(param.placement)
+            self.owners.append(param.owner)
+            self.names.append(dotted(param.path[1:]))
         # Inside another call they are arrays of its trace, and logical.
         is_outermost = region_mesh() is None
         self.params = _stored_params(planned) if is_outermost else [raw(param.variable) for param in planned]
@@ -172,8 +177,13 @@ class NnxCall:
         with during(_unit_names, _names_inside(live.module, self._path)):
             out = self._parts.method(live.module, *live.args, **live.kwargs)
         changed = before.changed_variables(live, self.where)
-        changed_state = [(path, v) for path, v in changed if not isinstance(v, nnx.Param)]
-        written = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
+        changed_state: Variables = []
+        written: list[tuple[Path, nnx.Param]] = []
+        for path, variable in changed:
+            if isinstance(variable, nnx.Param):
+                written.append((path, variable))
+            else:
+                changed_state.append((path, variable))
 
         results = border.results(out, arguments, self.location)
         result_arrays, result_leaves = _divided(results.leaves)
@@ -191,13 +201,15 @@ class NnxCall:
             results.form, result_leaves, empty_state, state_tree, argument_form, argument_leaves, written=()
         )
         values_before, values_after = self._written_values(before, written)
+        # `finish` reads them in this order. Written parameters are last, where `trace_call` looks for those that were
+        # only passed through.
         return result_arrays, [*state_arrays, *argument_arrays, *values_before, *values_after]
 
     def _live(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Live:
         unplanned, state = jax.tree.unflatten(self._state_tree, inputs[: self.num_state])
         planned = dict(zip(self._planned, params, strict=True))
-        others = iter(unplanned)
-        values = [planned[i] if i in planned else next(others) for i in range(len(self._parts.params))]
+        remaining = iter(unplanned)
+        values = [planned[i] if i in planned else next(remaining) for i in range(len(self._parts.params))]
         live = self._parts.put_together(values, state, inputs[self.num_state :])
         detach(live.module)  # of its annotated class, each method that it calls on itself would open a call
         for _, node in walk(live.graph):
@@ -209,17 +221,22 @@ class NnxCall:
         self, before: Snapshot, written: Sequence[tuple[Path, nnx.Param]]
     ) -> tuple[list[PyTree], list[PyTree]]:
         """Returns the values of written parameters before and after; raises if a value has no place in the model."""
-        self._written_paths = [path for path, _ in written]
-        self.written = [f"{self.location}: {dotted(path[1:])}" for path in self._written_paths]
-        values_before = [before.values.get(path) for path in self._written_paths]
-        values_after = [raw(v) for _, v in written]
+        self._written_paths = []
+        values_before = []
+        values_after = []
         unlike = []
-        for place, x, y in zip(self.written, values_before, values_after, strict=True):
-            if not _have_one_form(x, y):
-                unlike.append(place)
+        for path, variable in written:
+            value_before = before.values.get(path)
+            value_after = raw(variable)
+            if not _have_one_form(value_before, value_after):
+                unlike.append(path)
+            self._written_paths.append(path)
+            values_before.append(value_before)
+            values_after.append(value_after)
+        self.written = places(self.location, self._written_paths)
         if unlike:
             raise parameter_written(
-                unlike,
+                places(self.location, unlike),
                 why="it is new, or has another shape than before the call.",
                 do="make every parameter in the model's __init__, in the form that the call gives it; or, if the first"
                 " call makes it:\nmodel(x)  # once, the plain model, before js.fully_shard",
@@ -229,8 +246,8 @@ class NnxCall:
     def keep_written(self, numbers: Sequence[int]) -> None:
         """Makes some of the `written` parameters results: the call has changed them, not only passed them on."""
         assert self.result is not None, "body has run"
-        paths = tuple(self._written_paths[i] for i in numbers)
-        self.result = dataclasses.replace(self.result, written=paths)
+        paths = at_positions(self._written_paths, numbers)
+        self.result = dataclasses.replace(self.result, written=tuple(paths))
 
     def without_passed(self, outs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the outputs of a run of `body` without a trace of its own.
@@ -253,7 +270,7 @@ class NnxCall:
             if new is not old and not is_rounded and not parameters_are_fixed():
                 numbers.append(i)
         self.keep_written(numbers)
-        return [*outs[:first_before], *(outs[first_after + i] for i in numbers)]
+        return [*outs[:first_before], *at_positions(outs[first_after:], numbers)]
 
     # ---- after the trace
 
@@ -274,6 +291,8 @@ class NnxCall:
         """Writes parameters that the call has changed, as Flax's WeightNorm does; outside the model in their places."""
         if not values:
             return
+        # Inside another call the variable is one of the copy that it runs on: that call finds it changed, and writes it
+        # back in turn.
         is_outermost = region_mesh() is None
         if is_outermost:
             self._check_written(values)
@@ -287,12 +306,11 @@ class NnxCall:
 
     def _check_written(self, values: Mapping[Path, jax.Array]) -> None:
         """Raises for parameters that would lose digits, or that further microbatches would not see."""
-        places = {path: f"{self.where}: {dotted(path[1:])}" for path in values}
         rounded = []
-        for path, x in values.items():
+        for place, (path, x) in zip(places(self.where, values), values.items(), strict=True):
             rounding = self._rounding(path, x)
             if rounding:
-                rounded.append(f"{places[path]}  {rounding}")
+                rounded.append(f"{place}  {rounding}")
         if rounded:
             raise parameter_written(
                 rounded,
@@ -302,7 +320,7 @@ class NnxCall:
             )
         if parameters_are_fixed():
             raise parameter_written(
-                [*places.values()],
+                places(self.where, values),
                 why="the microbatches of a step share their parameters, and this one would be that of the next.",
                 do="js.value_and_grad(loss_fn, accumulate=1)",
             )
@@ -397,6 +415,7 @@ def _have_one_form(x: PyTree, y: PyTree) -> bool:
 
 def _as_stored(x: jax.Array, placement: Placement) -> jax.Array:
     padding = Padding.of(placement)
+    # An array of another shape has its padding already.
     if padding is None or x.shape != placement.shape:
         return x
     return padding.pad(x)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jshard import _compat
 from jshard._types import PyTree, TreeDef
-from jshard.engine.values import AnyArray, Leaf
+from jshard.engine.values import AnyArray, Leaf, are_identical
 
 IsLeaf = Callable[[object], bool] | None
 Part = tuple[str, object]
@@ -75,9 +75,9 @@ def held(x: object, is_searched: Callable[[object], bool], *, in_functions: bool
             queue.append((text + access, part))
 
 
-def holds(x: object, is_searched: Callable[[object], bool]) -> bool:
-    """Returns whether a value refers to such an array, other than through a function."""
-    return any(True for _ in held(x, is_searched, in_functions=False))
+def holds(x: object, is_searched: Callable[[object], bool], *, in_functions: bool = False) -> bool:
+    """Returns whether a value refers to such an array, by default other than through a function."""
+    return any(True for _ in held(x, is_searched, in_functions=in_functions))
 
 
 def _parts(x: object, *, in_functions: bool) -> Iterator[Part]:
@@ -159,6 +159,7 @@ def _is_simple(x: object) -> bool:
         return False
     if kind is types.SimpleNamespace:
         return True
+    # A new object is made by `__new__` of the class alone; one of the user's own may need arguments, or do more.
     makers = (object.__new__, dict.__new__, list.__new__)
     return kind.__new__ in makers and kind.__module__.partition(".")[0] not in LIBRARIES
 
@@ -235,8 +236,8 @@ class Constant:
     value: np.ndarray
 
     # By identity: NumPy would compare the numbers one by one, and return an array.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.value is other.value
+    def __eq__(self, constant: object) -> bool:
+        return isinstance(constant, Constant) and self.value is constant.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -403,6 +404,7 @@ def assign(old: Leaf, new: Leaf) -> Leaf:
 
 def _assign_attributes(old: object, new_attributes: Mapping[str, object]) -> None:
     old_attributes = attributes(old)
+    # Past `__delattr__` of the class, as `_set_attribute` stores past `__setattr__`: those of a frozen dataclass raise.
     for name in old_attributes.keys() - new_attributes.keys():
         object.__delattr__(old, name)
     for name, value in new_attributes.items():
@@ -411,8 +413,9 @@ def _assign_attributes(old: object, new_attributes: Mapping[str, object]) -> Non
 
 def _assigned_tuple(old: tuple, new: tuple) -> tuple:
     """Assigns the items of a tuple; returns the old one if they are all the same objects."""
+    # Of all new items: where the old tuple is shorter, there is nothing to change in place.
     values = [assign(old_item, new_item) for old_item, new_item in itertools.zip_longest(old[: len(new)], new)]
-    if len(old) == len(new) and all(old_item is value for old_item, value in zip(old, values, strict=True)):
+    if are_identical(old, values):
         return old
     if hasattr(new, "_fields"):  # a named tuple
         return type(new)(*values)

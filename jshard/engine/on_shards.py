@@ -12,15 +12,17 @@ from jax.sharding import PartitionSpec
 
 from jshard import _compat
 from jshard.engine import mixing
-from jshard.engine.crossing import Crossing, Gathered, resolved
+from jshard.engine.crossing import Crossing, Gathered, all_resolved
 from jshard.engine.inner import over_axis
 from jshard.engine.layer_stacks import note_layers
 from jshard.engine.program import evaluate_jaxpr
 from jshard.engine.rules import PARTIAL, Shard, State, Value
+from jshard.engine.rules.values import arrays_of
 from jshard.engine.schedule.barriers import available_together
 from jshard.engine.schedule.prefetch import shards_gathered_by
 from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
+from jshard.engine.selections import at_positions
 from jshard.engine.unit_call import BACKWARD, FORWARD
 from jshard.engine.unsplit import LocalProduct, TracedCall, products_that_depend, warn_of_whole
 from jshard.plans.memories import fetched, to_host
@@ -51,7 +53,7 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
     num_operands = len(call.operands)
     copies = region.copies(avals[num_operands:]) or {}
     num_taken = num_operands + len(copies)
-    execution = _Execution(call, [resolved(crossing) for crossing in call.operands], copies)
+    execution = _Execution(call, all_resolved(call.operands), copies)
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
         return execution.run(*arrays[:num_taken])
@@ -59,7 +61,7 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
     jaxpr = jax.make_jaxpr(run)(*avals)
     num_results = len(call.program.jaxpr.out_avals)
     if call.returns_copies and execution.kept:
-        region.kept.append(Gathered(tuple(jaxpr.out_avals[num_results:]), execution.kept))
+        region.gathered.append(Gathered(tuple(jaxpr.out_avals[num_results:]), execution.kept))
     return Partition(jaxpr, tuple(execution.leaving))
 
 
@@ -79,7 +81,7 @@ class _Execution:
         self._region = call.region
         self._operands = operands
         self._copies = copies
-        self._targets = [resolved(target) for target in call.targets]
+        self._targets = all_resolved(call.targets)
         self._out_specs: list[PartitionSpec] = []
         self.leaving: list[Crossing] = [Crossing(None)] * len(call.program.jaxpr.out_avals)
         self.kept: dict[ParameterKey, Crossing] = {}
@@ -94,11 +96,10 @@ class _Execution:
         region = self._region
         if region.degree == 1:
             return evaluate_jaxpr(self._call.program.jaxpr, [fetched(x) for x in arrays])
-        in_specs = [region.spec(crossing, x.ndim) for crossing, x in zip(self._entering, arrays, strict=True)]
         sharded = jax.shard_map(
             functools.partial(self._on_part, region.inner),
             mesh=region.mesh,
-            in_specs=tuple(in_specs),
+            in_specs=tuple(region.specs(self._entering, arrays)),
             # How results leave follows from the rules that computed them. `jax.shard_map` reads this list after it has
             # traced the body, which fills it.
             out_specs=self._out_specs,
@@ -133,7 +134,7 @@ class _Execution:
             if dim is not None:
                 crossing = dataclasses.replace(crossing, inner={**crossing.inner, axis: dim})
             leaving.append(crossing)
-        self._set_leaving(leaving, [x.ndim for x in results])
+        self._set_leaving(leaving, results)
         return results
 
     # ---- a data shard
@@ -158,15 +159,16 @@ class _Execution:
         # Of forward alone: the limits of these warnings are for what it computes.
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
-            self._warn_of_whole([record for record in p.records if isinstance(record, LocalProduct)])
+            self._warn_of_whole(p.products)
 
         # Behind the results, so that these keep their positions whatever was gathered.
-        kept = region.keeps(p, self._operands) if call.returns_copies else {}
-        self.kept = dict.fromkeys(kept, Crossing(None))
+        copies_kept = region.keeps(p, self._operands) if call.returns_copies else {}
+        # Only the keys count here: `_set_leaving` says how each leaves, with inner axes once more for each axis.
+        self.kept = dict.fromkeys(copies_kept, Crossing(None))
         leaving = self._crossings_of_results(results)
-        leaving += [Crossing.of(v) for v in kept.values()]
-        values = [*results, *kept.values()]
-        self._set_leaving(leaving, [v.ndim for v in values])
+        leaving += [Crossing.of(v) for v in copies_kept.values()]
+        values = [*results, *copies_kept.values()]
+        self._set_leaving(leaving, values)
         return [crossing.leave(v) for crossing, v in zip(leaving, values, strict=True)]
 
     def _crossings_of_results(self, results: list[Value]) -> list[Crossing]:
@@ -197,8 +199,14 @@ class _Execution:
         jaxpr = self._call.program.jaxpr
         if self._call.phase == BACKWARD:
             self._gather_after_cotangents(jaxpr, operands)
-        states: list[State] = [PARTIAL if target.is_own else target.state for target in self._targets]
-        shards = {i: state for i, state in enumerate(states) if isinstance(state, Shard)}
+        states: list[State] = []
+        shards: dict[int, Shard] = {}
+        for position, target in enumerate(self._targets):
+            # The gradient of a copy is summed later, with those of the other microbatches: `GatheredOnce.reduce`.
+            state = PARTIAL if target.is_own else target.state
+            states.append(state)
+            if isinstance(state, Shard):
+                shards[position] = state
         results = p.run_root(jaxpr.jaxpr, jaxpr.consts, operands, shards)
         # Before the gradients: the order in which the program is emitted is that in which collectives run.
         without_target = [p.materialize(p.reduce_partial(v)) for v in results[len(states) :]]
@@ -221,7 +229,7 @@ class _Execution:
             states: the states of the targets.
             shards: those that are stored, by position.
         """
-        stored = p.reduce_to_shards([results[i] for i in shards], list(shards.values()))
+        stored = p.reduce_to_shards(at_positions(results, shards), list(shards.values()))
         stored_gradients: dict[int, Value] = {}
         for position, gradient in zip(shards, stored, strict=True):
             if gradient.shard.placement.on_host:
@@ -239,23 +247,26 @@ class _Execution:
         # Nothing else holds them back: parameters exist when the step begins. Only the shards that this program gathers
         # are tied, and nothing where it gathers none (ZeRO-2): residuals would wait for cotangents, and all be in
         # memory until then. Pieces exist once forward has run; what is on the host is fetched when it is read.
-        gathered = shards_gathered_by(jaxpr.jaxpr, operands, {name for name, *_ in self._copies})
-        shards = [v for v in gathered if not v.shard.pieces and not _compat.on_host(v.x)]
-        cotangents = [v for v in operands if not v.is_stored]
+        shards = []
+        for v in shards_gathered_by(jaxpr.jaxpr, operands, {name for name, *_ in self._copies}):
+            is_whole_shard = not v.shard.pieces
+            if is_whole_shard and not _compat.on_host(v.x):
+                shards.append(v)
         if not shards:
             return
-        tied_shards, tied_cotangents = available_together([v.x for v in shards], [v.x for v in cotangents])
+        cotangents = [v for v in operands if not v.is_stored]
+        tied_shards, tied_cotangents = available_together(arrays_of(shards), arrays_of(cotangents))
         for operand, x in zip([*shards, *cotangents], [*tied_shards, *tied_cotangents], strict=True):
             operand.x = x
 
-    def _set_leaving(self, leaving: list[Crossing], ndims: Sequence[int]) -> None:
+    def _set_leaving(self, leaving: list[Crossing], results: Sequence[jax.Array | Value]) -> None:
         """Sets how results leave, and the copies after them."""
         num_results = len(leaving) - len(self.kept)
         self.leaving = leaving[:num_results]
         self.kept = dict(zip(self.kept, leaving[num_results:], strict=True))
         # In place: `jax.shard_map` was given this list. With inner axes it is called once for each, the last time with
         # what leaves the region.
-        self._out_specs[:] = map(self._region.spec, leaving, ndims)
+        self._out_specs[:] = self._region.specs(leaving, results)
 
 
 def _state_over(axis: str, target: Crossing) -> State:

@@ -13,7 +13,8 @@ from flax import nnx
 
 from jshard import _compat
 from jshard._types import PyTree
-from jshard.engine.context import guard
+from jshard.engine.context import PaddedParameter, guard
+from jshard.engine.selections import at_positions
 from jshard.plans.memories import fetched
 from jshard.plans.padding import logical_shape, padding_of
 from jshard.plans.units import Path, Unit, dotted, plain_class, walk
@@ -50,7 +51,7 @@ def guarded(model: str, candidates: Sequence[PaddedCandidate]) -> list[jax.Array
         x = param.variable.get_raw_value()
         logical = f"{x.dtype}{list(logical_shape(param.variable))}"
         text = f"{model}: {dotted(param.path)}  {logical}, stored {list(x.shape)}"
-        padded[i] = (text, param.unit.optimizer)
+        padded[i] = PaddedParameter(text, param.unit.optimizer)
     return guard([param.value for param in candidates], padded)
 
 
@@ -103,7 +104,7 @@ def _plain_parameters(module: nnx.Module, unit: Unit, *, is_offloaded: bool) -> 
     for i, param in enumerate(params):
         if padding_of(param.variable) is not None and _compat.is_tracer(param.value):
             positions.append(i)
-    values = guarded(plain_class(module).__name__, [params[i] for i in positions])
+    values = guarded(plain_class(module).__name__, at_positions(params, positions))
     for i, value in zip(positions, values, strict=True):
         params[i] = dataclasses.replace(params[i], value=value)
     return params

@@ -162,6 +162,11 @@ class Partitioner:
         """The recorded communication."""
         return [record for record in self.records if isinstance(record, Mixing)]
 
+    @property
+    def products(self) -> list[LocalProduct]:
+        """The recorded products."""
+        return [record for record in self.records if isinstance(record, LocalProduct)]
+
     def place(self, eqn: JaxprEqn | None) -> str:
         """Returns the user's line of an equation, or of a call of a function that the library traced once.
 
@@ -309,6 +314,9 @@ class Partitioner:
                 return Value(np.asarray(atom.val, type_of(atom).dtype))  # no tracer, so that rules can read it
             return variables[atom]
 
+        def values_of(atoms: Sequence[Var | Literal]) -> list[Value]:
+            return [look_up(atom) for atom in atoms]
+
         # The analysis is of one program's variables: that of the program around it applies again when this one ends.
         outer = self._needed_elsewhere
         self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
@@ -316,11 +324,11 @@ class Partitioner:
             for eqn in jaxpr.eqns:
                 # Under the names and the line that the equation has, which profiles, audits and errors show.
                 with _compat.running(eqn):
-                    results = self._run_checked(eqn, [look_up(atom) for atom in eqn.invars])
+                    results = self._run_checked(eqn, values_of(eqn.invars))
                 variables.update(zip(eqn.outvars, results, strict=True))
         finally:
             self._needed_elsewhere = outer
-        return [look_up(atom) for atom in jaxpr.outvars]  # in any state: who needs another one converts
+        return values_of(jaxpr.outvars)  # in any state: who needs another one converts
 
     def is_for_gradients(self, variable: Var) -> bool:
         """Returns whether a variable of the program that runs flows to gradients alone."""
@@ -410,8 +418,7 @@ class Partitioner:
     def _compute_whole(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Runs an equation on operands none of which is split. A result known without data remembers its equation."""
         operands = [self.whole(v) for v in operands]
-        arrays = self.bind(eqn, arrays_of(operands))
-        results = [Value(x) for x in arrays]
+        results = self._bind_whole(eqn, operands)
         if data_free.is_result_data_free(eqn, operands):
             for index, result in enumerate(results):
                 if result.ndim:  # a scalar is never split
@@ -421,14 +428,17 @@ class Partitioner:
     def _compute_gathered(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Runs an equation on gathered operands. Results as large as the batch are split again."""
         self._gathered_eqn = eqn
-        arrays = self.bind(eqn, [self.whole(v).x for v in operands])
-        results = [Value(x) for x in arrays]
+        results = self._bind_whole(eqn, [self.whole(v) for v in operands])
         if eqn.effects:
             return results
         # Left whole, all that follows would be computed for the whole batch on every device as well: one operation
         # without a rule would cost the rest of the model.
         split_sizes = {v.dim: self.full_shape(v)[v.dim] for v in operands if v.is_split}
         return [self._split_again(result, split_sizes) for result in results]
+
+    def _bind_whole(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Runs the primitive of an equation on whole operands; the results are whole as well."""
+        return [Value(x) for x in self.bind(eqn, arrays_of(operands))]
 
     def _split_again(self, result: Value, split_sizes: dict[int, int]) -> Value:
         """Splits a whole result like the operands were: along the same dim, or any other of that size.
@@ -437,11 +447,9 @@ class Partitioner:
             result: a whole value.
             split_sizes: the dims along which operands were split, and their sizes.
         """
-        candidates = [dim for dim, size in enumerate(result.shape) if size in split_sizes.values()]
-        if not candidates:
+        dim = _dim_like_operands(result.shape, split_sizes)
+        if dim is None:
             return result
-        same_dims = [dim for dim in candidates if split_sizes.get(dim) == result.shape[dim]]
-        dim = (same_dims or candidates)[0]
         split = self.split(result, dim)
         split.conversions[None] = result  # who reads it whole need not gather it
         return split
@@ -466,6 +474,17 @@ class Partitioner:
     def divides(self, size: int) -> bool:
         """Returns whether a dim of this size can be split."""
         return size > 0 and size % self.degree == 0
+
+
+def _dim_like_operands(shape: tuple[int, ...], split_sizes: dict[int, int]) -> int | None:
+    """Returns the dim of a result that operands were split along; else the first of such a size; None without one."""
+    dim_of_size = None
+    for dim, size in enumerate(shape):
+        if split_sizes.get(dim) == size:
+            return dim
+        if dim_of_size is None and size in split_sizes.values():
+            dim_of_size = dim
+    return dim_of_size
 
 
 def _describe_state(value: Value) -> str:

@@ -14,8 +14,9 @@ from jshard import _compat
 from jshard._types import PyTree
 from jshard.engine.example_call import Body
 from jshard.engine.example_derivative import differentiable
-from jshard.engine.program import merged, others, picked
 from jshard.engine.rules import PARTIAL
+from jshard.engine.selections import merged, others, picked
+from jshard.engine.values import type_texts
 from jshard.errors import CallError
 
 Function = TypeVar("Function", bound=Callable)
@@ -177,7 +178,7 @@ def _num_examples(arguments: _Arguments, name: str) -> int:
 
 
 def _different_sizes(arguments: _Arguments, name: str) -> CallError:
-    shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arguments.arrays)
+    shapes = ", ".join(type_texts(arguments.arrays))
     declared = [x for x, dim in zip(arguments.arrays, arguments.dims, strict=True) if dim == 0]
     first_size = next((x.shape[0] for x in declared if x.ndim), None)
     likely_axes = []  # for the advice: what has as many rows as the first array is taken for examples

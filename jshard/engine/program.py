@@ -8,18 +8,20 @@ which makes any remat policy ZeRO-3.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jshard import _compat
 from jshard._types import TreeDef
-from jshard.engine.values import has_gradient
+from jshard.engine.selections import merged, others, picked
+from jshard.engine.values import have_gradients
 from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
 Atom: TypeAlias = Var | Literal
@@ -51,6 +53,21 @@ def abstract(x: Atom | ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
+def abstract_all(xs: Iterable[Atom | ArrayLike | jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of arrays, or of variables of a jaxpr."""
+    return [abstract(x) for x in xs]
+
+
+def types_of(arrays: Iterable[jax.Array]) -> list[ShapedArray]:
+    """Returns the types of arrays as a trace has them, with all that `abstract` leaves out."""
+    return [jax.typeof(x) for x in arrays]
+
+
+def variables_among(atoms: Iterable[Atom]) -> list[Var]:
+    """Returns those that are no literals."""
+    return [atom for atom in atoms if isinstance(atom, Var)]
+
+
 class Gradient:
     """A program's derivative with respect to some operands.
 
@@ -70,7 +87,7 @@ class Gradient:
 
         # `jax.vjp` is called inside a trace. What it saves are then variables of a jaxpr, of which it can be said what
         # each depends on, and which of them backward reads.
-        closed = jax.make_jaxpr(self._forward)(*map(abstract, program.jaxpr.jaxpr.invars))
+        closed = jax.make_jaxpr(self._forward)(*abstract_all(program.jaxpr.jaxpr.invars))
         jaxpr = closed.jaxpr
         num_outs = len(self.is_float)
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -81,9 +98,14 @@ class Gradient:
         # Residuals that follow from the parameters alone are not kept: backward computes them again.
         # What has effects counts as data: it must not run a second time.
         of_data = dependents(jaxpr, jaxpr.invars[program.num_params :])
-        distinct = dict.fromkeys(atom for atom in self._residuals if isinstance(atom, Var))
-        self.kept = [v for v in distinct if v in of_data]
-        self._recomputed = _equations_for(jaxpr, {v for v in distinct if v not in of_data})
+        self.kept: list[Var] = []
+        of_parameters: set[Var] = set()
+        for v in dict.fromkeys(variables_among(self._residuals)):  # each once, in order
+            if v in of_data:
+                self.kept.append(v)
+            else:
+                of_parameters.add(v)
+        self._recomputed = _equations_for(jaxpr, of_parameters)
         self._unused: list[Var] = []
         self._backwards: dict[tuple[bool, ...], ClosedJaxpr] = {}
         self._drop_unneeded()  # before forward is made: it returns what is left
@@ -95,7 +117,7 @@ class Gradient:
 
         def run(diff: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = evaluate_jaxpr(self.program.jaxpr, merged(self.wrt, diff, fixed))
-            self.is_float = [has_gradient(x) for x in outs]
+            self.is_float = have_gradients(outs)
             return picked(self.is_float, outs), others(self.is_float, outs)
 
         # Results that are no floats are aux: JAX would demand a cotangent of type float0 for each.
@@ -104,26 +126,26 @@ class Gradient:
         residuals, self._tree = jax.tree.flatten(vjp)
         return merged(self.is_float, float_outs, other_outs), residuals
 
-    def forward_keeping(self, which: Sequence[bool]) -> ClosedJaxpr:
+    def forward_with_copies(self, is_copied: Sequence[bool]) -> ClosedJaxpr:
         """Returns forward with some of the parameters as further results."""
-        results = [*self.forward.jaxpr.outvars, *picked(which, self._params)]
+        results = [*self.forward.jaxpr.outvars, *picked(is_copied, self._params)]
         return ClosedJaxpr(_compat.with_results(self.forward.jaxpr, results), self.forward.consts)
 
-    def backward_given(self, live: tuple[bool, ...], which: Sequence[bool]) -> ClosedJaxpr:
+    def backward_with_copies(self, live: tuple[bool, ...], is_copied: Sequence[bool]) -> ClosedJaxpr:
         """Returns backward, which takes some of the parameters from further operands, the last ones."""
         # The operands in front stay, for one order of operands in both forms; of these parameters only the type is
         # read.
         jaxpr = self.backward(live)
-        num_params = len(which)
-        num_given = sum(which)
+        num_params = len(is_copied)
+        num_copies = sum(is_copied)
 
         def backward(*operands: jax.Array) -> list[jax.Array]:
-            first_given = len(operands) - num_given
-            given = operands[first_given:]
-            params = merged(which, given, others(which, operands[:num_params]))
-            return evaluate_jaxpr(jaxpr, [*params, *operands[num_params:first_given]])
+            first_copy = len(operands) - num_copies
+            copies = operands[first_copy:]
+            params = merged(is_copied, copies, others(is_copied, operands[:num_params]))
+            return evaluate_jaxpr(jaxpr, [*params, *operands[num_params:first_copy]])
 
-        return jax.make_jaxpr(backward)(*map(abstract, [*jaxpr.jaxpr.invars, *picked(which, self._params)]))
+        return jax.make_jaxpr(backward)(*abstract_all([*jaxpr.jaxpr.invars, *picked(is_copied, self._params)]))
 
     def backward(self, live: tuple[bool, ...]) -> ClosedJaxpr:
         """Returns the backward program.
@@ -147,15 +169,14 @@ class Gradient:
         """
 
         def tangents(
-            params: Sequence[jax.Array], kept: Sequence[jax.Array], tangents: Sequence[jax.Array]
+            params: Sequence[jax.Array], kept_values: Sequence[jax.Array], tangents: Sequence[jax.Array]
         ) -> list[jax.Array]:
-            vjp = jax.tree.unflatten(self._tree, self._residual_values(params, kept))
-            results = picked(self.is_float, [abstract(atom) for atom in self._outs])
+            vjp = jax.tree.unflatten(self._tree, self._residual_values(params, kept_values))
+            results = abstract_all(picked(self.is_float, self._outs))
             return _compat.tangents_of(vjp, tangents, results)
 
         operands = picked(self.wrt, self.program.jaxpr.jaxpr.invars)
-        avals = [list(map(abstract, group)) for group in (self._params, self.kept, operands)]
-        return jax.make_jaxpr(tangents)(*avals)
+        return jax.make_jaxpr(tangents)(abstract_all(self._params), abstract_all(self.kept), abstract_all(operands))
 
     def _drop_unneeded(self) -> None:
         """Drops residuals that no gradient needs if every float has a cotangent.
@@ -177,28 +198,29 @@ class Gradient:
         is_needed = used[first:last]
         self._unused = others(is_needed, self.kept)
         self.kept = picked(is_needed, self.kept)
+        # It takes what is kept now, so it is the backward of these cotangents, and need not be traced again.
         self._backwards[live] = closed
 
     def _traced_backward(self, live: tuple[bool, ...]) -> ClosedJaxpr:
         """Returns the backward program that takes all kept values."""
 
         def backward(
-            params: Sequence[jax.Array], kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+            params: Sequence[jax.Array], kept_values: Sequence[jax.Array], cotangents: Sequence[jax.Array]
         ) -> list[jax.Array]:
-            residuals = self._residual_values(params, kept)
+            residuals = self._residual_values(params, kept_values)
             zeros = [_zeros(atom) for atom in others(live, self._outs)]
             every_cotangent = merged(live, cotangents, zeros)
             (grads,) = jax.tree.unflatten(self._tree, residuals)(picked(self.is_float, every_cotangent))
             return grads
 
-        avals = [list(map(abstract, group)) for group in (self._params, self.kept, picked(live, self._outs))]
-        return jax.make_jaxpr(backward)(*avals)
+        outs = picked(live, self._outs)
+        return jax.make_jaxpr(backward)(abstract_all(self._params), abstract_all(self.kept), abstract_all(outs))
 
-    def _residual_values(self, params: Sequence[jax.Array], kept: Sequence[jax.Array]) -> list[jax.Array]:
+    def _residual_values(self, params: Sequence[jax.Array], kept_values: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the values of all residuals; those that follow from the parameters alone are computed again."""
         env = dict(self._consts)
         env.update(zip(self._params, params, strict=True))
-        env.update(zip(self.kept, kept, strict=True))
+        env.update(zip(self.kept, kept_values, strict=True))
         for v in self._unused:
             env[v] = _zeros(v)  # nothing of a gradient reads them; `jax.vjp` takes all of its residuals
         return _evaluate(self._recomputed, env, self._residuals)
@@ -210,9 +232,9 @@ def _equations_for(jaxpr: Jaxpr, results: set[Var]) -> list[JaxprEqn]:
     needed = set(results)
     equations = []
     for eqn in reversed(jaxpr.eqns):
-        if any(v in needed for v in eqn.outvars):
+        if not needed.isdisjoint(eqn.outvars):
             equations.append(eqn)
-            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
+            needed.update(variables_among(eqn.invars))
     return equations[::-1]
 
 
@@ -272,14 +294,14 @@ def _evaluate(
 ) -> list[jax.Array]:
     """Runs equations on the values in `env`, which gets theirs; returns the values of some atoms."""
 
-    def read(atom: Atom) -> jax.Array:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+    def values_of(atoms: Sequence[Atom]) -> list[jax.Array]:
+        return [atom.val if isinstance(atom, Literal) else env[atom] for atom in atoms]
 
     for eqn in equations:
         with _compat.equation_context(eqn):
-            values = bind(eqn, [read(atom) for atom in eqn.invars])
+            values = bind(eqn, values_of(eqn.invars))
             env.update(zip(eqn.outvars, values, strict=True))
-    return [read(atom) for atom in results]
+    return values_of(results)
 
 
 def dependents(jaxpr: Jaxpr, variables: Sequence[Var]) -> set[Var]:
@@ -287,29 +309,6 @@ def dependents(jaxpr: Jaxpr, variables: Sequence[Var]) -> set[Var]:
     # A random number or a callback with an effect may differ each time, whatever it depends on.
     dependent = set(variables)
     for eqn in jaxpr.eqns:
-        if eqn.effects or any(isinstance(atom, Var) and atom in dependent for atom in eqn.invars):
+        if eqn.effects or not dependent.isdisjoint(variables_among(eqn.invars)):
             dependent.update(eqn.outvars)
     return dependent
-
-
-# ---- lists of which some entries are marked
-
-
-def picked(which: Sequence[bool], xs: Sequence[T]) -> list[T]:
-    """The values that are marked."""
-    return [x for x, is_marked in zip(xs, which, strict=True) if is_marked]
-
-
-def others(which: Sequence[bool], xs: Sequence[T]) -> list[T]:
-    """The values that are not marked."""
-    return [x for x, is_marked in zip(xs, which, strict=True) if not is_marked]
-
-
-def merged(which: Sequence[bool], marked: Sequence[T], rest: Sequence[T]) -> list[T]:
-    """Marked and other values in one list again."""
-    remaining_marked = iter(marked)
-    remaining_rest = iter(rest)
-    merged_values = []
-    for is_marked in which:
-        merged_values.append(next(remaining_marked) if is_marked else next(remaining_rest))
-    return merged_values

@@ -25,7 +25,8 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, partial_eval
 
 from jshard import _compat
-from jshard.engine.program import Gradient, Program, abstract, dependents, evaluate_jaxpr, merged, others, picked
+from jshard.engine.program import Gradient, Program, abstract_all, dependents, evaluate_jaxpr, types_of
+from jshard.engine.selections import at_positions, merged, others, picked, positions_of
 from jshard.engine.values import has_gradient
 from jshard.plans.memories import placed_like
 
@@ -123,8 +124,9 @@ class Pushforward:
         """Returns the order in which gradients, results with a target, and their tangents come first."""
         # A call says of its first results how they leave: the tangent of a gradient is stored like the gradient.
         num_results = len(has_tangent)
-        results_with_tangent = [i for i, has in enumerate(has_tangent) if has]
-        tangent_of = {result: num_results + k for k, result in enumerate(results_with_tangent)}
+        tangent_of: dict[int, int] = {}
+        for result in positions_of(has_tangent):
+            tangent_of[result] = num_results + len(tangent_of)  # tangents follow the results, without gaps
         order: list[int] = []
         for group in (range(num_targets), range(num_targets, num_results)):
             order += group
@@ -150,6 +152,7 @@ class Adjoint(abc.ABC):
 
     def takes(self, linear: Sequence[bool]) -> bool:
         """Returns whether the linear operands are all tangents and nothing else."""
+        # JAX may ask for the transpose with respect to some of the tangents. Backward is made for all of them together.
         num_tangents = sum(self.gradient.wrt)
         num_known = len(linear) - num_tangents
         return not any(linear[:num_known]) and all(linear[num_known:])
@@ -192,12 +195,13 @@ def jvp_rule(
     num_operands = len(call.program.jaxpr.in_avals)
     wrt = _differentiated(primals[:num_operands], tangents[:num_operands], call.constants)
     if not any(wrt):
+        # The call as it is, without the residuals that the forward of a derivative would return.
         results = call.bind(primals)
-        return results, [_zero_tangent(x) for x in results]
+        return results, zero_tangents(results)
 
     nonzero_tangents = cast(list[jax.Array], picked(wrt, tangents[:num_operands]))
     try:
-        derivative = call.derivative(wrt, [jax.typeof(x) for x in primals])
+        derivative = call.derivative(wrt, types_of(primals))
     except (NotImplementedError, TypeError, ValueError):
         # Not each function can be linearised: a loop that runs until a condition holds has forward mode alone.
         if any(isinstance(t, partial_eval.JaxprTracer) for t in nonzero_tangents):
@@ -215,12 +219,12 @@ def jvp_rule(
     result_tangents = derivative.linear.bind([*params, *residuals, *nonzero_tangents, *copies])
 
     results = outs[:num_results]
-    zeros = [_zero_tangent(x) for x in others(derivative.has_tangent, results)]
+    zeros = zero_tangents(others(derivative.has_tangent, results))
     all_tangents: list[Tangent] = merged(derivative.has_tangent, result_tangents, zeros)
     if call.returns_copies:
         of_equation = call.copies_of(copies, primals, jaxpr)
         results += of_equation
-        all_tangents += [_zero_tangent(x) for x in of_equation]
+        all_tangents += zero_tangents(of_equation)
     return results, all_tangents
 
 
@@ -241,19 +245,20 @@ def _pushed_forward(
     primals: Sequence[jax.Array], nonzero_tangents: Sequence[jax.Array], wrt: tuple[bool, ...], call: ProgramCall
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """Calls one program that computes results and tangents together."""
-    pushforward = call.pushforward(wrt, [jax.typeof(x) for x in primals])
+    pushforward = call.pushforward(wrt, types_of(primals))
     num_operands = len(wrt)
     outs = pushforward.call.bind([*primals[:num_operands], *nonzero_tangents, *primals[num_operands:]])
     by_position = dict(zip(pushforward.order, outs, strict=True))
     num_results = len(pushforward.has_tangent)
-    results = [by_position[i] for i in range(num_results)]
-    result_tangents = [by_position[i] for i in range(num_results, len(outs))]
-    zeros = [_zero_tangent(x) for x in others(pushforward.has_tangent, results)]
+    results = at_positions(by_position, range(num_results))
+    result_tangents = at_positions(by_position, range(num_results, len(outs)))
+    zeros = zero_tangents(others(pushforward.has_tangent, results))
     return results, merged(pushforward.has_tangent, result_tangents, zeros)
 
 
-def _zero_tangent(x: jax.Array) -> ad.Zero:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
+def zero_tangents(arrays: Sequence[jax.Array]) -> list[Tangent]:
+    """Returns the tangents of arrays that do not depend on what is differentiated."""
+    return [ad.Zero(aval.to_tangent_aval()) for aval in types_of(arrays)]
 
 
 def transpose_rule(
@@ -275,6 +280,7 @@ def transpose_rule(
     gradients = []
     for x, operand in zip(results, picked(linear, operands[:num_operands]), strict=True):
         gradients.append(placed_like(x, operand.aval))  # of an offloaded parameter: in host memory
+    # A copy has none: the parameter, which is an operand as well, has the gradient.
     no_gradients = [None] * (num_operands - len(gradients))
     return [*merged(linear, gradients, no_gradients), *[None] * len(copies)]
 
@@ -296,11 +302,11 @@ def batch_rule(
     num_results = len(mapped.is_mapped)
     results = mapped.leave(outs[:num_results])
     returned_copies = outs[num_results:]
-    result_dims = [_FIRST if has_rows else None for has_rows in mapped.is_mapped]
+    result_dims = _dims_of_rows(mapped.is_mapped)
     copy_dims: list[int | None] = [None] * len(returned_copies)
     if jaxpr is not None:
         expected = list(jaxpr.out_avals[num_results:]) if call.returns_copies else []
-        if [jax.typeof(x) for x in returned_copies] != expected:
+        if types_of(returned_copies) != expected:
             # A staged equation has a fixed number of results. Whatever is mapped is not taken for a copy.
             returned_copies = [jnp.zeros((size, *aval.shape), aval.dtype) for aval in expected]
             copy_dims = [_FIRST] * len(returned_copies)
@@ -308,6 +314,10 @@ def batch_rule(
 
 
 _FIRST = 0  # the dim along which mapped operands and results have their rows
+
+
+def _dims_of_rows(is_mapped: Sequence[bool]) -> list[int | None]:
+    return [_FIRST if has_rows else None for has_rows in is_mapped]
 
 
 def mapped_size(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
@@ -336,7 +346,7 @@ def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> 
     depends = dependents(jaxpr.jaxpr, mapped_operands)
     results = tuple(not _compat.is_literal(atom) and atom in depends for atom in jaxpr.jaxpr.outvars)
     rows = []
-    for aval, has_rows in zip(map(abstract, jaxpr.jaxpr.invars), is_mapped, strict=True):
+    for aval, has_rows in zip(abstract_all(jaxpr.jaxpr.invars), is_mapped, strict=True):
         shape = (size, *aval.shape) if has_rows else aval.shape
         rows.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 
@@ -345,8 +355,8 @@ def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> 
 
     mapped = jax.vmap(
         run,
-        in_axes=tuple(_FIRST if has_rows else None for has_rows in is_mapped),
-        out_axes=[_FIRST if has_rows else None for has_rows in results],
+        in_axes=tuple(_dims_of_rows(is_mapped)),
+        out_axes=_dims_of_rows(results),
         axis_size=size,
     )
     return jax.make_jaxpr(mapped)(*rows), results
@@ -354,7 +364,7 @@ def mapped_program(jaxpr: ClosedJaxpr, size: int, is_mapped: Sequence[bool]) -> 
 
 def transposed_program(jaxpr: ClosedJaxpr, linear: Sequence[bool], live: Sequence[bool]) -> ClosedJaxpr:
     """Returns the transpose of a program that is linear in some operands; see `ProgramCall.transposed`."""
-    avals = [abstract(v) for v in jaxpr.jaxpr.invars]
+    avals = abstract_all(jaxpr.jaxpr.invars)
     num_known = len(avals) - sum(linear)
 
     def transposed(*operands: jax.Array) -> list[jax.Array]:
@@ -366,7 +376,7 @@ def transposed_program(jaxpr: ClosedJaxpr, linear: Sequence[bool], live: Sequenc
 
         return list(jax.linear_transpose(of_linear, *picked(linear, avals))(list(cotangents)))
 
-    result_avals = picked(live, [abstract(v) for v in jaxpr.jaxpr.outvars])
+    result_avals = abstract_all(picked(live, jaxpr.jaxpr.outvars))
     return jax.make_jaxpr(transposed)(*others(linear, avals), *result_avals)
 
 
@@ -382,7 +392,7 @@ def pushforward_program(
     jaxpr: ClosedJaxpr, wrt: Sequence[bool], has_tangent: Sequence[bool], order: Sequence[int]
 ) -> ClosedJaxpr:
     """Returns the program that computes results and tangents, in an order, from operands and the tangents of some."""
-    avals = [abstract(v) for v in jaxpr.jaxpr.invars]
+    avals = abstract_all(jaxpr.jaxpr.invars)
 
     def run(*operands: jax.Array) -> list[jax.Array]:
         primals = operands[: len(avals)]
@@ -394,6 +404,6 @@ def pushforward_program(
 
         results, result_tangents = jax.jvp(of_variables, tuple(picked(wrt, primals)), tuple(tangents))
         outs = [*results, *picked(has_tangent, result_tangents)]
-        return [outs[i] for i in order]
+        return at_positions(outs, order)
 
     return jax.make_jaxpr(run)(*avals, *picked(wrt, avals))

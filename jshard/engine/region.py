@@ -22,13 +22,13 @@ from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.crossing import Crossing, Region
 from jshard.engine.nnx_call import NnxCall
 from jshard.engine.padded import as_plain
-from jshard.engine.program import Program, abstract
+from jshard.engine.program import Program, abstract, abstract_all, types_of
 from jshard.engine.region_call import RegionCall
 from jshard.engine.rules import Shard
 from jshard.engine.trace import Call, trace_call
 from jshard.engine.unit_call import UnitSettings
 from jshard.engine.unsplit import batch_size
-from jshard.engine.values import MethodResult
+from jshard.engine.values import MethodResult, type_texts
 from jshard.errors import CallError
 from jshard.plans.mesh import CONTEXT, EXPERT, data_degree, degree
 from jshard.plans.plan import resharded
@@ -41,6 +41,7 @@ def route(
     """Runs a method of a unit: as the region itself, as a unit inside it, or in global view."""
     unit = unit_of(module)
     assert unit is not None
+    # Asked first, because plain Flax is a global view, too.
     if in_plain_flax():
         return units.run_as_flax(module, method, args, kwargs, unit)
     if in_global_view():
@@ -134,8 +135,9 @@ def _open_region(call: Call, unit: Unit) -> MethodResult:
     region_call = RegionCall(
         region,
         program,
-        avals=tuple(jax.typeof(x) for x in operands),
+        avals=tuple(types_of(operands)),
         operands=(*_params_entering(call, copies), *_inputs_entering(region, [*call.inputs, *consts])),
+        # Constants as well: a function without arguments closes over its examples.
         examples=frozenset(range(len(params) + call.num_state, len(operands))),
     )
     with inside_annotated_call(call):  # of an array that has leaked from an earlier trace
@@ -185,14 +187,14 @@ def _trace(call: Call, unit: Unit, params: Sequence[jax.Array]) -> tuple[Program
             shape = stored.without_padding(abstract(of_call), placement).shape
             aval = jax.ShapeDtypeStruct(shape, aval.dtype)
         logical.append(aval)
-    return trace_call(call, run, logical, list(map(abstract, call.inputs)), remat=policy.remat)
+    return trace_call(call, run, logical, abstract_all(call.inputs), remat=policy.remat)
 
 
 def _region_of(unit: Unit, call: Call, consts: Sequence[jax.Array]) -> Region:
     mesh = cast(Mesh, unit.mesh)
     arrays = call.inputs[call.num_state :] or consts  # without arguments, a function closes over them
-    arguments = [abstract(x) for x in arrays]
-    candidates = arguments or [abstract(x) for x in call.inputs]
+    arguments = abstract_all(arrays)
+    candidates = arguments or abstract_all(call.inputs)
     return Region(unit, call.where, tuple(arguments), batch_size(candidates, data_degree(mesh)))
 
 
@@ -237,7 +239,7 @@ def _sequence_length(region: Region) -> int:
     length = batch_size(sequences, context_degree)
     if length:
         return length
-    shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in region.arguments)
+    shapes = ", ".join(type_texts(region.arguments))
     raise CallError(
         "The arguments of a call have no sequence that splits over the context axis.",
         where=[f"{region.name}: {shapes}", f"mesh axis {CONTEXT!r} of degree {context_degree}"],

@@ -11,9 +11,9 @@ from jax.extend.core import ClosedJaxpr, Primitive
 
 from jshard import _compat
 from jshard.engine import stored
-from jshard.engine.crossing import AnyCrossing, Crossing, Region, ResultOf, of_tangent, resolved
+from jshard.engine.crossing import AnyCrossing, Crossing, Region, of_tangents, resolved, results_of
 from jshard.engine.on_shards import Partition, partition
-from jshard.engine.program import Gradient, Program, merged, others, picked
+from jshard.engine.program import Gradient, Program
 from jshard.engine.program_call import (
     Adjoint,
     Derivative,
@@ -25,8 +25,18 @@ from jshard.engine.program_call import (
     tangent_program,
     transposed_program,
 )
+from jshard.engine.selections import (
+    at_positions,
+    counted_from,
+    merged,
+    others,
+    picked,
+    positions_of,
+    shifted,
+    unmarked_at,
+)
 from jshard.engine.unit_call import BACKWARD, FORWARD, copies_among
-from jshard.engine.values import has_gradient
+from jshard.engine.values import have_gradients
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import CONTEXT, EXPERT, data_degree
 
@@ -123,7 +133,7 @@ class RegionCall(ProgramCall):
         # Parameters that units inside have kept are among the results of forward, as residuals. A tangent of theirs
         # would be one more of the parameter.
         copied_results = self.constant_results | copies_among(gradient.forward.jaxpr)
-        has_tangent = tuple(is_float and i not in copied_results for i, is_float in enumerate(gradient.is_float))
+        has_tangent = unmarked_at(copied_results, gradient.is_float)
         forward = self._forward_of(gradient, avals, copied_results)
         linear = self._linear_map_of(gradient, has_tangent, forward)
         return Derivative(forward, linear, len(gradient.kept), has_tangent)
@@ -132,6 +142,8 @@ class RegionCall(ProgramCall):
         self, gradient: Gradient, avals: tuple[ShapedArray, ...], copied_results: frozenset[int]
     ) -> "RegionCall":
         """Returns the forward of a derivative: it returns the results, the residuals, then copies."""
+        # Under the name of the call itself: in a step, forward is run in its place, and a record of what the program
+        # sends replaces the earlier one of that name.
         part = self.part
         if part not in (FORWARD, BACKWARD):
             part = f"forward of {part}"
@@ -152,9 +164,9 @@ class RegionCall(ProgramCall):
         num_residuals = len(gradient.kept)
         # How residuals leave is known when forward is partitioned, which is when its equation is staged: later than
         # now.
-        residuals = [ResultOf(forward.leaving, num_results + i) for i in range(num_residuals)]
+        residuals = results_of(forward.leaving, range(num_results, num_results + num_residuals))
         residual_avals = gradient.forward.out_avals[num_results:]  # those of pieces of parameters are not needed
-        tangents = [of_tangent(crossing) for crossing in picked(gradient.wrt, self.operands)]
+        tangents = of_tangents(picked(gradient.wrt, self.operands))
         tangent_avals = picked(gradient.wrt, forward.avals)
         has_target_tangent = has_tangent[: len(self.targets)]
         adjoint = RegionAdjoint(self, gradient, has_tangent, forward, tangent_avals)
@@ -176,12 +188,10 @@ class RegionCall(ProgramCall):
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one region."""
         jaxpr = self.program.jaxpr
-        has_tangent = tuple(
-            has_gradient(aval) and i not in self.constant_results for i, aval in enumerate(jaxpr.out_avals)
-        )
+        has_tangent = unmarked_at(self.constant_results, have_gradients(jaxpr.out_avals))
         num_operands = len(wrt)
-        differentiated = [i for i, is_differentiated in enumerate(wrt) if is_differentiated]
-        tangent_operands = [of_tangent(self.operands[i]) for i in differentiated]
+        differentiated = positions_of(wrt)
+        tangent_operands = of_tangents(at_positions(self.operands, differentiated))
         # Tangents are the operands behind the others.
         tangents_of_examples = _positions_among(differentiated, self.examples, first=num_operands)
         num_targets = len(self.targets)
@@ -206,9 +216,9 @@ class RegionCall(ProgramCall):
         """Returns the backward of a derivative, or the transpose of any other program."""
         if self.adjoint is not None and self.adjoint.takes(linear):
             return self.adjoint.backward(live)
-        known = [i for i, is_linear in enumerate(linear) if not is_linear]  # the operands that stay operands
+        known = others(linear, range(len(linear)))  # the operands that stay operands
         num_params = sum(i < self.program.num_params for i in known)
-        cotangents = [self._result_crossing(i) for i, is_live in enumerate(live) if is_live]
+        cotangents = [self._result_crossing(i) for i in positions_of(live)]
         return dataclasses.replace(
             self,
             program=Program(transposed_program(self.program.jaxpr, linear, live), num_params),
@@ -239,6 +249,7 @@ class RegionCall(ProgramCall):
     def _result_crossing(self, position: int) -> AnyCrossing:
         if position < len(self.targets):
             return self.targets[position]
+        # How another result leaves is known once this call is partitioned, which a call that is transposed need not be.
         aval = self.program.jaxpr.out_avals[position]
         return _guessed(self.region, aval.shape)
 
@@ -269,7 +280,7 @@ class RegionCall(ProgramCall):
             operands=tuple(operands),
             targets=self.targets if has_target else (),
             target_avals=self.target_avals if has_target else (),
-            adjoint=None,
+            adjoint=None,  # it is that of the program before it was mapped
         )
         return MappedRegionCall(call, is_mapped_result, self, is_mapped, has_target)
 
@@ -318,15 +329,15 @@ class MappedRegionCall(MappedCall):
         """Returns the results; gradients get the padding of their parameter."""
         if self.has_targets:
             return list(results)
-        left = list(results)
+        padded = list(results)
         targets = zip(self.before.targets, self.before.target_avals, self.is_mapped, strict=False)
         for i, (target, aval, is_mapped) in enumerate(targets):
             # In a map a gradient is with respect to a parameter, never to a copy gathered for all microbatches: the
             # copies are found by the arrays that they are of, and to differentiate an array makes another one.
             assert not resolved(target).is_own, "each device has its own gradient of a copy"
             shape = (*results[i].shape[:1], *aval.shape) if is_mapped else aval.shape
-            left[i] = _padded(results[i], shape)
-        return left
+            padded[i] = _padded(results[i], shape)
+        return padded
 
 
 def _positions_among(operands: Sequence[int], chosen: Collection[int], *, first: int = 0) -> frozenset[int]:
@@ -396,8 +407,10 @@ class RegionAdjoint(Adjoint):
         """Which operands of backward are copies of parameters that units have kept."""
         num_params = self.call.program.num_params
         num_results = len(self.has_tangent)
-        copied = self.forward.constant_results
-        return frozenset(num_params + i - num_results for i in copied if i >= num_results)
+        # Of forward's results, the residuals stand behind the results of the call; of backward's operands, behind the
+        # parameters.
+        residuals = counted_from(num_results, self.forward.constant_results)
+        return shifted(residuals, num_params)
 
     def backward(self, live: tuple[bool, ...]) -> RegionCall:
         """Returns the call that computes gradients."""
@@ -412,8 +425,8 @@ class RegionAdjoint(Adjoint):
         num_results = len(self.has_tangent)
         # Cotangents enter as the results have left: split where these are, so that nothing moves between the two.
         live_results = self.live_results(live)
-        results = [ResultOf(self.forward.leaving, i) for i in range(num_results)]
-        residuals = [ResultOf(self.forward.leaving, num_results + i) for i in range(len(gradient.kept))]
+        results = results_of(self.forward.leaving, range(num_results))
+        residuals = results_of(self.forward.leaving, range(num_results, num_results + len(gradient.kept)))
         residual_avals = gradient.forward.out_avals[num_results:]
         return RegionCall(
             call.region,

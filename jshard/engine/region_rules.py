@@ -3,18 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence, Set
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
-from jshard.engine.program import merged, others, picked
-from jshard.engine.program_call import Tangent, batch_rule, jvp_rule, mapped_size, transpose_rule
+from jshard.engine.program_call import Tangent, batch_rule, jvp_rule, mapped_size, transpose_rule, zero_tangents
 from jshard.engine.region_call import RegionCall, region_p
+from jshard.engine.rules import type_of
+from jshard.engine.selections import merged, others, picked
 
 T = TypeVar("T")
 
@@ -34,10 +35,11 @@ class Used:
     @classmethod
     def all_of(cls, eqn: JaxprEqn) -> "Used":
         """Returns all of an equation."""
-        return cls((True,) * len(eqn.invars), (True,) * len(eqn.outvars), tuple(_aval(v) for v in eqn.invars))
+        return cls((True,) * len(eqn.invars), (True,) * len(eqn.outvars), tuple(type_of(v) for v in eqn.invars))
 
     def without(self, operands: Sequence[bool], results: Sequence[bool]) -> "Used":
         """Returns what is left where only some of the operands and results of the equation are used."""
+        # The new marks are of the operands that the equation still has; what it has lost before stays lost.
         operands_left = merged(self.operands, operands, [False] * self.operands.count(False))
         results_left = merged(self.results, results, [False] * self.results.count(False))
         return Used(tuple(operands_left), tuple(results_left), self.avals)
@@ -46,10 +48,6 @@ class Used:
         """Returns the operands of the call; no result that is used depends on those that are made up."""
         absent = [missing(aval) for aval in others(self.operands, self.avals)]
         return merged(self.operands, operands, absent)
-
-
-def _aval(atom: Var | Literal) -> ShapedArray:
-    return cast(ShapedArray, atom.aval)
 
 
 def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
@@ -61,7 +59,7 @@ def _without_unused(results_used: list[bool], eqn: JaxprEqn) -> tuple[list[bool]
         return [False] * len(eqn.invars), None
     if jaxpr is None:
         return [True] * len(eqn.invars), eqn
-    is_key = [jnp.issubdtype(_aval(v).dtype, jax.dtypes.extended) for v in eqn.invars]  # cannot be made up
+    is_key = [jnp.issubdtype(type_of(v).dtype, jax.dtypes.extended) for v in eqn.invars]  # cannot be made up
     smaller, operands_used = _compat.without_dead_code(jaxpr, is_key, results_used)
     used: Used | None = eqn.params["used"]
     if not all(operands_used) or not all(results_used):
@@ -99,14 +97,14 @@ def _jvp(
     results, result_tangents = jvp_rule(all_primals, all_tangents, call=call, jaxpr=None)
     num_results = len(call.program.jaxpr.out_avals)
     is_used = used.results[:num_results]
-    left = picked(is_used, results[:num_results])
+    remaining = picked(is_used, results[:num_results])
     tangents_left = picked(is_used, result_tangents[:num_results])
     if any(used.results[num_results:]):
         # Copies are those of this program: the derivative's forward, which was made for all operands, may have others.
-        copies = region_p.bind(*primals, call=call, jaxpr=jaxpr, used=used)[len(left) :]
-        left += copies
-        tangents_left += [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in copies]
-    return left, tangents_left
+        copies = region_p.bind(*primals, call=call, jaxpr=jaxpr, used=used)[len(remaining) :]
+        remaining += copies
+        tangents_left += zero_tangents(copies)
+    return remaining, tangents_left
 
 
 def _transpose(
@@ -136,13 +134,13 @@ def _batch(
     num_results = len(call.program.jaxpr.out_avals)
     results, result_dims = batch_rule(used.all_operands(operands, _zeros), all_dims, call=call, jaxpr=None)
     is_used = used.results[:num_results]
-    left = picked(is_used, results[:num_results])
+    remaining = picked(is_used, results[:num_results])
     dims_left = picked(is_used, result_dims[:num_results])
     size = mapped_size(operands, dims)
-    for aval in jaxpr.out_avals[len(left) :] if jaxpr is not None else []:
-        left.append(jnp.zeros((size, *aval.shape), aval.dtype))  # mapped, it is not taken for a copy
+    for aval in jaxpr.out_avals[len(remaining) :] if jaxpr is not None else []:
+        remaining.append(jnp.zeros((size, *aval.shape), aval.dtype))  # mapped, it is not taken for a copy
         dims_left.append(0)
-    return left, dims_left
+    return remaining, dims_left
 
 
 def _zeros(aval: ShapedArray) -> jax.Array:

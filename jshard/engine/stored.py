@@ -47,6 +47,7 @@ def inner_dims(placement: Placement, ndim: int, *, gathered: bool = False) -> di
     for i, entry in enumerate(placement.spec):
         for axis in axes_of(entry):
             is_gathered = gathered and axis in placement.axes
+            # A row of a stack lacks the dims in front: it cannot be split along one of these.
             if axis in INNER_AXES and not is_gathered and i + num_stacked >= 0:
                 dims[axis] = i + num_stacked
     return dims
@@ -113,11 +114,10 @@ def beside_automatic_axes(collective: Collective, x: jax.Array, placement: Place
 
 def automatic_axes(x: jax.Array, placement: Placement) -> set[str]:
     """Returns the axes over which the compiler splits a parameter."""
-    manual = _compat.manual_axes()
     axes: set[str] = set()
     for entry in _spec_of(x, placement):
-        axes.update(axis for axis in axes_of(entry) if axis not in manual)
-    return axes
+        axes.update(axes_of(entry))
+    return axes - _compat.manual_axes()
 
 
 def _spec_of(x: jax.Array, placement: Placement) -> tuple[str | tuple[str, ...] | None, ...]:

@@ -12,7 +12,8 @@ from jshard._text import ATTENTION, CONTEXT
 from jshard.engine import rules
 from jshard.engine.blame import inside_annotated_call
 from jshard.engine.context import attention_again
-from jshard.engine.program import Atom, Program, abstract, evaluate_jaxpr
+from jshard.engine.program import Atom, Program, abstract_all, evaluate_jaxpr
+from jshard.engine.selections import at_positions
 from jshard.engine.values import MethodResult
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
@@ -98,7 +99,7 @@ def _without_passed_parameters(closed: ClosedJaxpr, call: Call) -> ClosedJaxpr:
     after = results[-num_written:]
     changed = [i for i in range(num_written) if not _is_passed(closed.jaxpr, before[i], after[i])]
     call.keep_written(changed)
-    kept_results = [*results[: -2 * num_written], *(after[i] for i in changed)]
+    kept_results = [*results[: -2 * num_written], *at_positions(after, changed)]
     return ClosedJaxpr(_compat.with_results(closed.jaxpr, kept_results), closed.consts)
 
 
@@ -124,7 +125,7 @@ def _with_constants_as_operands(closed: ClosedJaxpr, operands: list[jax.ShapeDty
         consts = xs[num_operands:]
         return evaluate_jaxpr(ClosedJaxpr(closed.jaxpr, consts), xs[:num_operands])
 
-    return jax.make_jaxpr(run)(*operands, *map(abstract, closed.consts))
+    return jax.make_jaxpr(run)(*operands, *abstract_all(closed.consts))
 
 
 # ---- policies by names

@@ -12,7 +12,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jshard import _compat
 from jshard.engine import rules
-from jshard.engine.program import Gradient, Program, abstract, evaluate_jaxpr, others, picked
+from jshard.engine.program import Gradient, Program, abstract_all, evaluate_jaxpr
 from jshard.engine.program_call import (
     Adjoint,
     Derivative,
@@ -27,7 +27,8 @@ from jshard.engine.program_call import (
     transpose_rule,
     transposed_program,
 )
-from jshard.engine.values import has_gradient
+from jshard.engine.selections import at_positions, counted_from, others, picked, shifted, unmarked_at
+from jshard.engine.values import have_gradients
 from jshard.plans.policies import Prefetch
 from jshard.plans.units import OWN
 
@@ -98,7 +99,7 @@ class UnitCall(ProgramCall):
     @classmethod
     def of(cls, program: Program, owners: tuple[str, ...], settings: UnitSettings, where: str) -> "UnitCall":
         """Returns the call of a unit's program as it was traced."""
-        return cls(program, program.jaxpr, owners, settings, where, _dtypes(program.jaxpr))
+        return cls(program, program.jaxpr, owners, settings, where, _dtypes(program.jaxpr.out_avals))
 
     @property
     def returns_copies(self) -> bool:  # type: ignore[override]
@@ -136,7 +137,7 @@ class UnitCall(ProgramCall):
         """Returns the derivative, whose forward and backward are units."""
         # Also by the dtypes of operands: parameters are stored in one and gathered in another, the program knows only
         # the second, and a gradient leaves in the first.
-        stored_dtypes = tuple(aval.dtype for aval in avals)
+        stored_dtypes = _dtypes(avals)
         key = (wrt, stored_dtypes)
         if key not in self._derivatives:
             self._derivatives[key] = self._new_derivative(wrt, stored_dtypes)
@@ -144,18 +145,18 @@ class UnitCall(ProgramCall):
 
     def _new_derivative(self, wrt: tuple[bool, ...], stored_dtypes: tuple[np.dtype, ...]) -> Derivative:
         gradient = self.program.gradient(wrt)
-        has_tangent = tuple(is_float and i not in self.constant_results for i, is_float in enumerate(gradient.is_float))
-        copied_residuals = _after(copies_among(gradient.forward.jaxpr), len(has_tangent))
+        has_tangent = unmarked_at(self.constant_results, gradient.is_float)
+        copied_residuals = counted_from(len(has_tangent), copies_among(gradient.forward.jaxpr))
         keeps_copies = self.settings.reshard is not True and self.phase == FORWARD
         # Of its own parameters alone: a unit inside decides for its own.
-        num_copies = sum(self._is_own) if keeps_copies else 0
+        num_copies = sum(self.is_own_param) if keeps_copies else 0
         adjoint = UnitAdjoint(self, gradient, has_tangent, num_copies, stored_dtypes, copied_residuals)
         forward = self._forward_of(adjoint)
         linear = self._linear_map_of(adjoint)
         return Derivative(forward, linear, len(gradient.kept), has_tangent)
 
     @property
-    def _is_own(self) -> list[bool]:
+    def is_own_param(self) -> list[bool]:
         """For each parameter, whether the unit gathers it itself."""
         return [owner == OWN for owner in self.owners]
 
@@ -165,14 +166,16 @@ class UnitCall(ProgramCall):
         num_results = len(adjoint.has_tangent)
         jaxpr = gradient.forward
         if adjoint.num_copies:
-            jaxpr = gradient.forward_keeping(self._is_own)
+            jaxpr = gradient.forward_with_copies(self.is_own_param)
         return dataclasses.replace(
             self,
             program=Program(gradient.forward, len(self.owners), remat=self.program.remat),
             jaxpr=jaxpr,
-            out_dtypes=(*self.out_dtypes[:num_results], *_dtypes(jaxpr)[num_results:]),
+            # Only results are cast. Residuals and copies are what the program has, and backward takes them so.
+            out_dtypes=(*self.out_dtypes[:num_results], *_dtypes(jaxpr.out_avals)[num_results:]),
             num_kept=adjoint.num_copies,
-            constant_results=self.constant_results | {num_results + i for i in adjoint.copied_residuals},
+            # Copies among the residuals have no tangent, as the parameter has it.
+            constant_results=self.constant_results | shifted(adjoint.copied_residuals, num_results),
         )
 
     def _linear_map_of(self, adjoint: "UnitAdjoint") -> "UnitCall":
@@ -187,14 +190,14 @@ class UnitCall(ProgramCall):
         # The linear map reads no copies. But its transpose, which is backward, does, and takes what this one takes.
         copied_params = []
         if adjoint.num_copies:
-            copied_params = picked(self._is_own, self.program.jaxpr.jaxpr.invars[:num_params])
+            copied_params = picked(self.is_own_param, self.program.jaxpr.jaxpr.invars[:num_params])
         return dataclasses.replace(
             self,
             program=Program(jaxpr, num_params),
             jaxpr=_with_unused(jaxpr, copied_params),
             out_dtypes=tuple(picked(adjoint.has_tangent, self.out_dtypes[:num_results])),
             num_kept=0,
-            constants=frozenset(num_params + i for i in adjoint.copied_residuals),
+            constants=shifted(adjoint.copied_residuals, num_params),
             constant_results=frozenset(),
             adjoint=adjoint,
         )
@@ -202,8 +205,8 @@ class UnitCall(ProgramCall):
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
         """Returns results and tangents as one unit."""
         num_operands = len(wrt)
-        has_tangent = tuple(has_gradient(aval) for aval in self.program.jaxpr.out_avals)
-        tangent_dtypes = dict(enumerate(picked(wrt, [aval.dtype for aval in avals[:num_operands]]), num_operands))
+        has_tangent = tuple(have_gradients(self.program.jaxpr.out_avals))
+        tangent_dtypes = dict(enumerate(picked(wrt, _dtypes(avals[:num_operands])), num_operands))
         num_gradients = sum(self.wrt)
         order = Pushforward.order_of(has_tangent, num_gradients)
         jaxpr = _taking(pushforward_program(self.program.jaxpr, wrt, has_tangent, order), tangent_dtypes)
@@ -213,7 +216,7 @@ class UnitCall(ProgramCall):
             self,
             program=Program(jaxpr, len(self.owners)),
             jaxpr=jaxpr,
-            out_dtypes=tuple(all_dtypes[i] for i in order),
+            out_dtypes=tuple(at_positions(all_dtypes, order)),
             num_kept=0,
             constant_results=frozenset(),
             adjoint=None,
@@ -232,7 +235,7 @@ class UnitCall(ProgramCall):
             owners,
             self.settings,
             self.where,
-            _dtypes(jaxpr),
+            _dtypes(jaxpr.out_avals),
             phase=BACKWARD,
             wrt=(False,) * len(owners),
         )
@@ -285,35 +288,35 @@ class UnitAdjoint(Adjoint):
     def _new_backward(self, live: tuple[bool, ...]) -> UnitCall:
         call = self.call
         gradient = self.gradient
-        own = [owner == OWN for owner in call.owners]
+        num_params = len(call.owners)
         live_results = self.live_results(live)
         cotangent_dtypes = picked(live_results, call.out_dtypes[: len(live_results)])
-        first_cotangent = len(own) + len(gradient.kept)
+        first_cotangent = num_params + len(gradient.kept)
         taken = dict(enumerate(cotangent_dtypes, first_cotangent))
 
         program = _taking(gradient.backward(live_results), taken)
         jaxpr = program
         if self.num_copies:
-            jaxpr = _taking(gradient.backward_given(live_results, own), taken)
-        wrt = gradient.wrt[: len(own)]
-        stored = picked(wrt, self.stored_dtypes[: len(own)])
+            jaxpr = _taking(gradient.backward_with_copies(live_results, call.is_own_param), taken)
+        wrt = gradient.wrt[:num_params]
+        stored = picked(wrt, self.stored_dtypes[:num_params])
         return UnitCall(
-            Program(program, len(own)),
+            Program(program, num_params),
             jaxpr,
             call.owners,
             call.settings,
             call.where,
-            out_dtypes=(*stored, *_dtypes(jaxpr)[len(stored) :]),
+            out_dtypes=(*stored, *_dtypes(jaxpr.out_avals)[len(stored) :]),
             phase=BACKWARD,
             wrt=wrt,
             num_kept=self.num_copies,
-            constants=frozenset(len(own) + i for i in self.copied_residuals),
+            constants=shifted(self.copied_residuals, num_params),
         )
 
 
 def _run(*operands: jax.Array, call: UnitCall) -> list[jax.Array]:
     """Runs a unit's program as it is, in its dtypes and under its name."""
-    inputs = _cast_to(operands, [aval.dtype for aval in call.jaxpr.in_avals])
+    inputs = _cast_to(operands, _dtypes(call.jaxpr.in_avals))
     with jax.named_scope(f"jshard[{call.settings.name}]"):
         outs = evaluate_jaxpr(call.jaxpr, inputs)
     return _cast_to(outs, call.out_dtypes)
@@ -363,7 +366,7 @@ def copies_among(jaxpr: Jaxpr) -> frozenset[int]:
     # Followed through loops, calls and branches, whose results are those of their programs in the same order.
     copies: set[Var] = set()
     for eqn in jaxpr.eqns:
-        copies.update(eqn.outvars[k] for k in _copies_of_equation(eqn))
+        copies.update(at_positions(eqn.outvars, _copies_of_equation(eqn)))
     positions: set[int] = set()
     for position, atom in enumerate(jaxpr.outvars):
         if not _compat.is_literal(atom) and atom in copies:
@@ -394,13 +397,8 @@ def _copies_of_equation(eqn: JaxprEqn) -> Sequence[int]:
 # ---- forms of programs
 
 
-def _dtypes(jaxpr: ClosedJaxpr) -> tuple[np.dtype, ...]:
-    return tuple(aval.dtype for aval in jaxpr.out_avals)
-
-
-def _after(positions: frozenset[int], first: int) -> frozenset[int]:
-    """Returns positions counted from a later one, without those before it."""
-    return frozenset(i - first for i in positions if i >= first)
+def _dtypes(avals: Sequence[ShapedArray]) -> tuple[np.dtype, ...]:
+    return tuple(aval.dtype for aval in avals)
 
 
 def _taking(jaxpr: ClosedJaxpr, dtypes: Mapping[int, np.dtype]) -> ClosedJaxpr:
@@ -408,7 +406,7 @@ def _taking(jaxpr: ClosedJaxpr, dtypes: Mapping[int, np.dtype]) -> ClosedJaxpr:
 
     A parameter is stored in one dtype and gathered in another. Its tangent, and its gradient, have the first.
     """
-    avals = [abstract(v) for v in jaxpr.jaxpr.invars]
+    avals = abstract_all(jaxpr.jaxpr.invars)
     changed = {i: dtype for i, dtype in dtypes.items() if avals[i].dtype != dtype}
     if not changed:
         return jaxpr
@@ -431,5 +429,5 @@ def _with_unused(jaxpr: ClosedJaxpr, variables: Sequence[Var]) -> ClosedJaxpr:
     if not variables:
         return jaxpr
     unused = [Var(v.aval) for v in variables]
-    more = jaxpr.jaxpr.replace(invars=[*jaxpr.jaxpr.invars, *unused])
-    return ClosedJaxpr(more, jaxpr.consts)
+    with_unused = jaxpr.jaxpr.replace(invars=[*jaxpr.jaxpr.invars, *unused])
+    return ClosedJaxpr(with_unused, jaxpr.consts)

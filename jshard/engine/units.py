@@ -16,7 +16,7 @@ from jshard._types import PyTree
 from jshard.engine.context import attention_again, during, traced_for
 from jshard.engine.equality import shared
 from jshard.engine.nnx_call import NnxCall
-from jshard.engine.program import Program, abstract, checkpointed
+from jshard.engine.program import Program, abstract, abstract_all, checkpointed
 from jshard.engine.stored import without_padding
 from jshard.engine.trace import Call, trace_call
 from jshard.engine.unit_call import UnitCall, UnitSettings
@@ -79,7 +79,7 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     traces = _traces.get()
     assert traces is not None
     gathered = _gathered_types(call)
-    inputs = list(map(abstract, call.inputs))
+    inputs = abstract_all(call.inputs)
     owners = tuple(call.owners)
     own_name = settings.name if NESTED in owners else ""  # units inside are named after it
     types = tuple((x.shape, str(x.dtype), x.weak_type) for x in (*gathered, *inputs))

@@ -15,8 +15,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jshard import _compat
 from jshard._text import shortened
 from jshard.engine.context import in_shapes_only
-from jshard.engine.program import abstract
+from jshard.engine.program import abstract_all
 from jshard.engine.rules.products import flops
+from jshard.engine.selections import picked
+from jshard.engine.values import type_texts
 
 WARNED_FLOPS = 1e8
 WARNED_PART = 0.1
@@ -59,7 +61,7 @@ class LocalProduct:
 
 def shapes_of(eqn: JaxprEqn) -> Shapes:
     """Returns the shapes of the operands and results of an equation."""
-    return tuple(abstract(atom).shape for atom in (*eqn.invars, *eqn.outvars))
+    return tuple(aval.shape for aval in abstract_all([*eqn.invars, *eqn.outvars]))
 
 
 # ---- which size is the batch
@@ -89,6 +91,7 @@ def batch_size(arrays: Sequence[jax.ShapeDtypeStruct], degree: int) -> int:
             candidates[size].num_elements += x.size
     if not candidates:
         return 0
+    # Dicts keep their order, so it is that of the first argument with a size that divides.
     first = next(iter(candidates))
 
     def rank(size: int) -> tuple[bool, int, int]:
@@ -140,7 +143,7 @@ def warn_of_whole(call: TracedCall) -> None:
 
     A single example is computed this way on any number of devices, so it is no reason to warn.
     """
-    rows = [x for x in call.arguments if x.ndim and x.shape[0] > 1 and not _is_key(x)]
+    rows = [x for x in call.arguments if _has_rows(x)]
     if not rows or in_shapes_only():  # of an estimate's trace, nothing will run
         return
     work = _Work.of(call.products, call.degree)
@@ -186,6 +189,7 @@ class _Work:
 
     @property
     def is_worth_a_warning(self) -> bool:
+        # If they were split, each device would still compute its part of them.
         avoidable = self.whole_flops * (1 - 1 / self.degree)
         return avoidable >= max(WARNED_FLOPS, WARNED_PART * self.total_flops)
 
@@ -201,6 +205,11 @@ class _Work:
     def listed(self) -> list[str]:
         texts = [f"{line}: {work / 1e9:,.1f} GFLOP" for line, work in self.flops_by_line.items()]
         return shortened(texts, _SHOWN, " lines")
+
+
+def _has_rows(x: jax.ShapeDtypeStruct) -> bool:
+    """Returns whether an argument may have examples: it has more than one row, and is no key."""
+    return x.ndim > 0 and x.shape[0] > 1 and not _is_key(x)
 
 
 def _is_key(x: jax.ShapeDtypeStruct) -> bool:
@@ -220,10 +229,10 @@ def _warning(call: TracedCall, rows: Sequence[jax.ShapeDtypeStruct], work: _Work
     if unsplit:
         return [examples, *work.listed, *_why_arguments_are_whole(unsplit, call.batch, call.degree)]
 
-    whole = {product.place for product in call.products if product.is_whole}
+    whole_places = {product.place for product in call.products if product.is_whole}
     # All arguments are split, and some products still are not: those of parameters alone, or those that no rule
     # divides.
-    if call.products_of_examples().isdisjoint(whole):
+    if call.products_of_examples().isdisjoint(whole_places):
         why = f"They do not depend on the batch, so its {call.degree} parts do not divide them: {work.amounts}."
         do = "Apply the factors to the examples one by one, (x @ a) @ b; or compute the product once, outside the step."
         return [constants, *work.listed, why, do]
@@ -257,7 +266,7 @@ def _why_arguments_are_whole(unsplit: Sequence[jax.ShapeDtypeStruct], batch: int
 
 
 def _types(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
-    return ", ".join(shortened([f"{x.dtype}{list(x.shape)}" for x in arrays], _SHOWN))
+    return ", ".join(shortened(type_texts(arrays), _SHOWN))
 
 
 # ---- which products depend on the examples
@@ -281,31 +290,31 @@ class _Dependence:
     products: set[ProductPlace]
 
 
-def _dependence(jaxpr: Jaxpr, depends: Sequence[bool], around: tuple[JaxprEqn, ...]) -> _Dependence:
+def _dependence(jaxpr: Jaxpr, depends: Sequence[bool], enclosing: tuple[JaxprEqn, ...]) -> _Dependence:
     """Follows a program.
 
     Args:
         jaxpr: the program.
         depends: for each operand, whether what depends on it is followed.
-        around: the equations that the program is inside of. They have the user's line where its own have none.
+        enclosing: the equations that the program is inside of. They have the user's line where its own have none.
     """
-    dependent = {v for v, is_dependent in zip(jaxpr.invars, depends, strict=True) if is_dependent}
+    dependent = set(picked(depends, jaxpr.invars))
 
-    def is_dependent(atom: jex.Var | jex.Literal) -> bool:
-        return isinstance(atom, jex.Var) and atom in dependent
+    def are_dependent(atoms: Sequence[jex.Var | jex.Literal]) -> list[bool]:
+        return [isinstance(atom, jex.Var) and atom in dependent for atom in atoms]
 
     products: set[ProductPlace] = set()
     for eqn in jaxpr.eqns:
-        operands = [is_dependent(atom) for atom in eqn.invars]
+        operands = are_dependent(eqn.invars)
         if not any(operands):
             continue
         if flops(eqn):
-            products.add((_first_place((eqn, *reversed(around))), shapes_of(eqn)))
-        programs = [_dependence_inside(inner, eqn, operands, around) for inner in jex.jaxprs_in_params(eqn.params)]
+            products.add((_first_place((eqn, *reversed(enclosing))), shapes_of(eqn)))
+        programs = [_dependence_inside(inner, eqn, operands, enclosing) for inner in jex.jaxprs_in_params(eqn.params)]
         for program in programs:
             products |= program.products
         dependent.update(_results_of_any(programs, eqn.outvars))
-    return _Dependence([is_dependent(atom) for atom in jaxpr.outvars], products)
+    return _Dependence(are_dependent(jaxpr.outvars), products)
 
 
 def _results_of_any(programs: Sequence[_Dependence], results: Sequence[jex.Var]) -> list[jex.Var]:
@@ -322,27 +331,29 @@ def _results_of_any(programs: Sequence[_Dependence], results: Sequence[jex.Var])
 
 
 def _dependence_inside(
-    program: Jaxpr | jex.ClosedJaxpr, eqn: JaxprEqn, operands: list[bool], around: tuple[JaxprEqn, ...]
+    program: Jaxpr | jex.ClosedJaxpr, eqn: JaxprEqn, operands: list[bool], enclosing: tuple[JaxprEqn, ...]
 ) -> _Dependence:
     """Follows a program of an equation; in a scan, until what it carries depends on no more."""
     jaxpr = program.jaxpr if isinstance(program, jex.ClosedJaxpr) else program
-    around = (*around, eqn)
+    enclosing = (*enclosing, eqn)
     num_operands = len(jaxpr.invars)
     # Each program of a while loop takes its own part of the operands: all of them are followed.
     if eqn.primitive.name == "while" or num_operands > len(operands):
-        return _dependence(jaxpr, [True] * num_operands, around)
-    inside = operands[len(operands) - num_operands :]  # a branch of a cond takes all but the index
+        return _dependence(jaxpr, [True] * num_operands, enclosing)
+    operands_inside = operands[len(operands) - num_operands :]  # a branch of a cond takes all but the index
     if eqn.primitive.name != "scan":
-        return _dependence(jaxpr, inside, around)
+        return _dependence(jaxpr, operands_inside, enclosing)
     num_consts, num_carry = _compat.scan_arguments(eqn)
-    carry = slice(num_consts, num_consts + num_carry)
     # It ends: what is carried only ever becomes dependent, and there are so many carried values.
     while True:
-        trip = _dependence(jaxpr, inside, around)
-        after_trip = [before or now for before, now in zip(inside[carry], trip.results[:num_carry], strict=True)]
-        if after_trip == inside[carry]:
+        trip = _dependence(jaxpr, operands_inside, enclosing)
+        has_changed = False
+        for position, is_dependent in enumerate(trip.results[:num_carry], num_consts):
+            if is_dependent and not operands_inside[position]:
+                operands_inside[position] = True  # by what the trip before has carried
+                has_changed = True
+        if not has_changed:
             return trip
-        inside[carry] = after_trip
 
 
 def _first_place(equations: Iterable[JaxprEqn]) -> str:

@@ -1,5 +1,6 @@
 """What the leaves of a call are: nnx objects, arrays, arrays with a gradient."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -46,3 +47,23 @@ def has_gradient(x: AnyArray | jax.ShapeDtypeStruct | ShapedArray) -> bool:
     Whether a policy casts it is another question: `jshard.plans.policies.is_real_float`.
     """
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def have_gradients(xs: Iterable[AnyArray | jax.ShapeDtypeStruct | ShapedArray]) -> list[bool]:
+    """Returns for each array whether it can be differentiated."""
+    return [has_gradient(x) for x in xs]
+
+
+def are_identical(xs: Sequence[object], ys: Sequence[object]) -> bool:
+    """Returns whether two lists consist of the same objects, which need not be comparable: traced arrays are not."""
+    return len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
+
+
+def type_text(x: AnyArray | jax.ShapeDtypeStruct) -> str:
+    """Returns the dtype and shape of an array for a message: `float32[8, 16]`."""
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def type_texts(xs: Iterable[AnyArray | jax.ShapeDtypeStruct]) -> list[str]:
+    """Returns the dtypes and shapes of arrays for a message."""
+    return [type_text(x) for x in xs]

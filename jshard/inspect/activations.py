@@ -68,15 +68,19 @@ def summed(saved: Saved, without_remat: Saved, depths: Collection[int]) -> Activ
         without_remat: those that would be saved if no layer were recomputed.
         depths: the lengths of the model's lists of layers.
     """
-    on_device = collections.Counter({array: count for array, count in saved.items() if not array.on_host})
+    saved_bytes = 0
     outside_bytes = 0
-    for array, count in on_device.items():
+    offloaded_bytes = 0
+    for array, count in saved.items():
+        if array.on_host:
+            offloaded_bytes += count * array.bytes
+            continue
+        saved_bytes += count * array.bytes
         if not _is_of_layers(count, array.rows, depths):
             outside_bytes += count * array.bytes
-    saved_bytes = _total_bytes(on_device)
     num_layers = max(1, sum(depths))
     recomputed_bytes = max(0, _total_bytes(without_remat) - saved_bytes) // num_layers
-    return Activations(saved_bytes, outside_bytes, recomputed_bytes, _total_bytes(saved) - saved_bytes)
+    return Activations(saved_bytes, outside_bytes, recomputed_bytes, offloaded_bytes)
 
 
 def _total_bytes(saved: Saved) -> int:
@@ -116,13 +120,13 @@ def saved_arrays(model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, 
     for eqn in jaxpr.eqns:
         regions = list(_regions(eqn))
         for region in regions:
-            saved.update(_saved_array(v.aval, 1) for v in _created(region.outvars, _ids(region.invars)))
+            saved.update(_saved_arrays(region.outvars, known=_ids(region.invars), num_shards=1))
         is_placed_input = eqn.primitive.name == "sharding_constraint" and id(eqn.invars[0]) in known
         if regions or is_placed_input:
             known |= _ids(eqn.outvars)  # already counted; or a parameter that is never gathered
     # Outside of regions, shapes are those of all devices.
     num_shards = region_degree(unit.mesh)
-    saved.update(_saved_array(v.aval, num_shards) for v in _created(jaxpr.outvars, known))
+    saved.update(_saved_arrays(jaxpr.outvars, known=known, num_shards=num_shards))
     return saved
 
 
@@ -140,13 +144,15 @@ def _regions(eqn: jex.JaxprEqn) -> Iterator[jex.Jaxpr]:
                 yield from _regions(nested)
 
 
-def _created(variables: Iterable[jex.Var | jex.Literal], known: set[int]) -> list[jex.Var]:
-    """Returns the outputs of a program that are not known already, each once."""
-    created: dict[int, jex.Var] = {}
+def _saved_arrays(
+    variables: Iterable[jex.Var | jex.Literal], *, known: set[int], num_shards: int
+) -> Iterator[SavedArray]:
+    """Yields the outputs of a program that are not known already, each once."""
+    counted = set(known)
     for variable in variables:
-        if not isinstance(variable, jex.Literal) and id(variable) not in known:
-            created[id(variable)] = variable
-    return list(created.values())
+        if not isinstance(variable, jex.Literal) and id(variable) not in counted:
+            counted.add(id(variable))
+            yield _saved_array(variable.aval, num_shards)
 
 
 def _saved_array(aval: Any, num_shards: int) -> SavedArray:

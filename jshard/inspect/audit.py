@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -23,15 +23,16 @@ from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.hlo.collectives import KINDS
 from jshard.inspect.hlo.module import item_bytes
 from jshard.inspect.hlo.walk import CompiledProgram, read_schedule
-from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
+from jshard.inspect.memory import parameter_bytes
+from jshard.inspect.tables import FittedTable, Printed, add_row, dicts_of, made_table
 from jshard.plans.plan import ShardPlan
 from jshard.plans.plan import plan as make_plan
 
+# The layouts of the program's arguments.
 _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's
 
 _SHOWN = 10  # exposed collectives in a report
-_PER_ITERATION = " +: per iteration of a loop of unknown length."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +158,11 @@ class Audit(Printed):
             "num_parameters": None if self.plan is None else self.plan.num_parameters,
             "collectives": [row.to_dict() for row in self.rows],
             "mixing": [row.to_dict() for row in self.mixing],
-            "totals": [dataclasses.asdict(total) for total in self.totals],
+            "totals": dicts_of(self.totals),
             "not_overlapped_in_loops": [window.name for window in self.not_overlapped()],
             "memory_per_device": None if self.memory is None else dataclasses.asdict(self.memory),
-            "differences": [dataclasses.asdict(d) for d in self.differences],
-            "kernels": [dataclasses.asdict(use) for use in self.schedule.kernels],
+            "differences": dicts_of(self.differences),
+            "kernels": dicts_of(self.schedule.kernels),
             "notes": [*self.schedule.notes, *map(str, self.notes)],
             "ok": self.ok,
         }
@@ -199,7 +200,7 @@ def audit(
     """
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
-    if memory is None and isinstance(program, jax.stages.Compiled):
+    if memory is None and isinstance(program, jax.stages.Compiled):  # a text has no figures of memory
         memory = CompiledMemory.of(program)
     if plan is None and model is not None:
         plan = as_traced(make_plan(model))
@@ -207,14 +208,14 @@ def audit(
         return Audit(read_schedule(program, expect_collectives=True), memory=memory)
 
     schedule = read_schedule(program, mesh=_mesh_of(plan), expect_collectives=True)
-    from_plan = _differences(program, schedule, plan, accumulate=accumulate, sync=sync)
-    return Audit(
-        schedule,
-        plan,
-        memory,
-        differences=tuple(difference for difference in from_plan if not difference.by_cpu),
-        notes=tuple(difference for difference in from_plan if difference.by_cpu),
-    )
+    of_any_compiler: list[Difference] = []
+    notes: list[Difference] = []
+    for difference in _differences(program, schedule, plan, accumulate=accumulate, sync=sync):
+        if difference.by_cpu:
+            notes.append(difference)
+        else:
+            of_any_compiler.append(difference)
+    return Audit(schedule, plan, memory, differences=tuple(of_any_compiler), notes=tuple(notes))
 
 
 def _differences(
@@ -223,22 +224,22 @@ def _differences(
     """Returns the differences of a program from its plan, those that are specific to XLA:CPU included."""
     on_cpu = isinstance(program, jax.stages.Compiled) and _platform(program) == "cpu"
     from_plan = differences(schedule.windows, plan, accumulate=accumulate, sync=sync, on_cpu=on_cpu)
-    if any(leaf.placement.on_host for leaf in plan.leaves):
-        text = program if isinstance(program, str) else program.as_text()
-        from_plan += _host_differences(text or "", plan)
-    return from_plan
+    return from_plan + _host_differences(program, plan)
 
 
 def _mesh_of(plan: ShardPlan) -> AbstractMesh:
-    axes = tuple(axis for axis, _ in plan.mesh)
-    sizes = tuple(size for _, size in plan.mesh)
-    return AbstractMesh(sizes, axes)
+    degrees = dict(plan.mesh)
+    # Without devices: collectives are written with positions in the mesh.
+    return AbstractMesh(tuple(degrees.values()), tuple(degrees))
 
 
-def _host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
+def _host_differences(program: jax.stages.Compiled | str, plan: ShardPlan) -> tuple[Difference, ...]:
     """Returns a difference if parameters planned in host memory are not among the program's arguments there."""
-    planned_bytes = sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.placement.on_host)
-    compiled_bytes = _host_arguments_bytes(text)
+    planned_bytes = parameter_bytes(plan, on_host=True)
+    if not planned_bytes:
+        return ()
+    text = program if isinstance(program, str) else program.as_text()
+    compiled_bytes = _host_arguments_bytes(text or "")
     if compiled_bytes >= planned_bytes:
         return ()
     planned = f"{human_bytes(planned_bytes)} of parameters are planned in host memory"
@@ -273,11 +274,9 @@ def _platform(program: jax.stages.Compiled) -> str | None:
 
 def _headline(audit: Audit) -> str:
     schedule = audit.schedule
-    num_async = sum(window.is_async for window in schedule.windows)
-    num_overlapped = sum(window.is_overlapped for window in schedule.windows)
     text = (
         f"Compiled for {schedule.num_devices} devices: {len(schedule.windows)} collectives in the text,"
-        f" {num_async} async, {num_overlapped} with matrix products between start and end"
+        f" {schedule.num_async} async, {schedule.num_overlapped} with matrix products between start and end"
     )
     num_in_loops = len(schedule.in_loops)
     if num_in_loops:
@@ -289,33 +288,38 @@ def _headline(audit: Audit) -> str:
 def _collectives_table(audit: Audit) -> FittedTable:
     plan = audit.plan
     caption = "runs: instructions, and executions with loops counted. arrays: whole ones, in the dtype on the wire."
-    if any(row.per_iteration for row in audit.rows):
-        caption += _PER_ITERATION
+    caption += _note_on_loops(audit.rows)
     columns = ["collective", "over", "dtype??", "unit", "runs>?", "arrays>", "async>", "matmuls>"]
     if plan is not None:
-        which = "" if plan.gathered_part.leaves == plan.leaves else " that are gathered"
-        caption += f" copies: elements by the number of parameters{which}."
-        columns.insert(6, "copies>")
+        caption += " copies: elements by the number of parameters"
+        if plan.gathered_part.leaves != plan.leaves:
+            caption += " that are gathered"
+        caption += "."
+        columns.insert(6, "copies>")  # beside the bytes, from which it follows
     table = made_table("Collectives of one device (compiled)", *columns, caption=caption)
     for row in audit.rows:
         add_row(table, *_row_cells(row, plan))
     for total in audit.totals:
+        arrays = human_bytes(total.total_bytes)
         copies = _copies_cell(total, plan)
-        add_row(
-            table, f"total {total.kind}", "", "", "", "", human_bytes(total.total_bytes), *copies, "", "", style="bold"
-        )
+        add_row(table, f"total {total.kind}", "", "", "", "", arrays, *copies, "", "", style="bold")
     return table
 
 
 def _row_cells(row: TrafficRow, plan: ShardPlan | None) -> list[str]:
     num_windows = len(row.windows)
-    unit = "-" if row.unit is None else f"{row.unit} {row.phase or ''}".rstrip()
+    unit = "-"
+    if row.unit is not None:
+        unit = f"{row.unit} {row.phase or ''}".rstrip()
     runs = str(num_windows)
     if row.executions != num_windows:
         runs = f"{num_windows}: {row.executions}"
     if row.per_iteration:
         runs += "+"
     fewest, most = row.matmuls
+    matmuls = str(most)
+    if fewest < most:
+        matmuls = f"{fewest}..{most}"
     return [
         row.kind,
         _over(row),
@@ -325,7 +329,7 @@ def _row_cells(row: TrafficRow, plan: ShardPlan | None) -> list[str]:
         human_bytes(row.total_bytes),
         *_copies_cell(total_of(row.kind, row.windows), plan),
         f"{row.num_async} of {num_windows}",
-        str(most) if fewest == most else f"{fewest}..{most}",
+        matmuls,
     ]
 
 
@@ -333,22 +337,31 @@ def _copies_cell(total: Total, plan: ShardPlan | None) -> list[str]:
     """Returns the elements by the number of parameters; no cell without a plan."""
     if plan is None:
         return []
-    return [f"{total.elements / (plan.gathered_part.num_parameters or 1):.2f}"]
+    num_parameters = plan.gathered_part.num_parameters or 1  # if all units are never gathered
+    return [f"{total.elements / num_parameters:.2f}"]
 
 
 def _mixing_table(rows: Sequence[TrafficRow]) -> FittedTable:
     columns = ("line", "operation", "collective", "over?", "phase??", "runs>?", "arrays>")
     caption = "In these lines the model uses other examples of its batch. A compiler may join several lines."
-    if any(row.per_iteration for row in rows):
-        caption += _PER_ITERATION
+    caption += _note_on_loops(rows)
     table = made_table("Collectives of the model's own mixing of examples (compiled)", *columns, caption=caption)
     for row in rows:
         lines = list(dict.fromkeys(mixing.line for mixing in row.mixing))
         operations = list(dict.fromkeys(mixing.operation for mixing in row.mixing))
-        runs = f"{row.executions}+" if row.per_iteration else str(row.executions)
+        runs = str(row.executions)
+        if row.per_iteration:
+            runs += "+"
         arrays = human_bytes(row.total_bytes)
         add_row(table, lines, operations, row.kind, _over(row), row.phase or "-", runs, arrays)
     return table
+
+
+def _note_on_loops(rows: Iterable[TrafficRow]) -> str:
+    """Returns what + means in the rows of a table; empty if none has it."""
+    if any(row.per_iteration for row in rows):
+        return " +: per iteration of a loop of unknown length."
+    return ""
 
 
 def _over(row: TrafficRow) -> str:
@@ -383,15 +396,15 @@ def _closing_lines(audit: Audit) -> list[str]:
 
 def _overlap_lines(audit: Audit) -> list[str]:
     """Returns the collectives in loops that are not hidden by matrix products, the largest first."""
-    if not any(window.is_async for window in audit.schedule.windows):
+    if not audit.schedule.num_async:
         return ["Every collective blocks: nothing is computed meanwhile, as on CPU."]
     exposed = sorted(audit.not_overlapped(), key=lambda window: -window.full_bytes * window.executions)
     if not exposed:
         return []
     lines = ["In loops, blocking or overlapped by no matrix product:"]
     for window in exposed[:_SHOWN]:
-        how = "async" if window.is_async else "blocking"
-        lines.append(f"  {window.kind} {window.name}, {human_bytes(window.full_bytes)}, {how}")
+        form = "async" if window.is_async else "blocking"
+        lines.append(f"  {window.kind} {window.name}, {human_bytes(window.full_bytes)}, {form}")
     if len(exposed) > _SHOWN:
         lines.append(f"  ... and {len(exposed) - _SHOWN} more")
     return lines
@@ -403,7 +416,12 @@ def _plan_lines(audit: Audit) -> list[str]:
         return ["There is no plan to compare with."]
     lines = []
     if audit.notes:
-        lines += ["Differs from the plan on CPU only:", *(f"  {note}" for note in audit.notes)]
+        lines += _titled("Differs from the plan on CPU only:", audit.notes)
     if audit.ok:
         return [*lines, "Communicates as planned."]
-    return [*lines, "Differs from the plan:", *(f"  {difference}" for difference in audit.differences)]
+    return lines + _titled("Differs from the plan:", audit.differences)
+
+
+def _titled(title: str, descriptions: Iterable[Difference]) -> list[str]:
+    """Returns a title, and differences below it."""
+    return [title, *(f"  {description}" for description in descriptions)]

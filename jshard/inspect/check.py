@@ -52,10 +52,9 @@ class CheckReport:
     @property
     def named(self) -> dict[str, float]:
         """All differences, by the name of the output, gradient or state."""
-        named = {f"output {path}": size for path, size in self.outputs.items()}
-        named |= {f"gradient of {path}": size for path, size in self.gradients.items()}
-        named |= {f"state {path}": size for path, size in self.state.items()}
-        return named
+        outputs = _with_prefix("output ", self.outputs)
+        gradients = _with_prefix("gradient of ", self.gradients)
+        return outputs | gradients | _with_prefix("state ", self.state)
 
     def __repr__(self) -> str:
         place = max(self.named, key=self.named.__getitem__, default="none")
@@ -63,6 +62,10 @@ class CheckReport:
         return (
             f"check: {counts} agree with global view; worst {self.worst:.1e} of {self.tolerance:.0e} allowed ({place})"
         )
+
+
+def _with_prefix(prefix: str, sizes: Mapping[str, float]) -> dict[str, float]:
+    return {prefix + path: size for path, size in sizes.items()}
 
 
 def check(
@@ -121,7 +124,7 @@ class _Inputs(NamedTuple):
     """The arrays that a call is run with."""
 
     params: PyTree
-    state: PyTree
+    state: PyTree  # all other variables
     args: tuple
     keywords: Arrays  # keyword arguments that are arrays
 
@@ -166,8 +169,11 @@ class _CheckedCall:
     @property
     def keeps_dtypes(self) -> bool:
         """Whether results have the dtypes of plain Flax: no policy of the model sets another."""
-        precisions = [unit.policy.mixed_precision for unit in self.units]
-        return not any(precision.param_dtype or precision.output_dtype for precision in precisions)
+        for unit in self.units:
+            precision = unit.policy.mixed_precision
+            if precision.param_dtype or precision.output_dtype:
+                return False
+        return True
 
 
 def _nnx_call(
@@ -252,8 +258,13 @@ def _is_trained(path: Sequence[object], variable: nnx.Variable) -> bool:
 
 def _split_keywords(kwargs: dict[str, PyTree]) -> tuple[Arrays, dict[str, PyTree]]:
     """Returns the keyword arguments that are arrays, and the others."""
-    arrays = {name: value for name, value in kwargs.items() if is_array(value)}
-    static = {name: value for name, value in kwargs.items() if name not in arrays}
+    arrays: Arrays = {}
+    static: dict[str, PyTree] = {}
+    for name, value in kwargs.items():
+        if is_array(value):
+            arrays[name] = value
+        else:
+            static[name] = value
     return arrays, static
 
 
@@ -264,7 +275,7 @@ class _Outcome(NamedTuple):
     """What a differentiated call returns."""
 
     outputs: Arrays
-    gradients: Arrays
+    gradients: Arrays  # those of trained parameters
     state: PyTree  # after the call
     weight: jax.Array | float  # of a `js.WeightedMean`, else 1
 
@@ -341,11 +352,12 @@ def _compare(call: _CheckedCall, tolerance: float) -> CheckReport:
         sharded = program(call.inputs.state, call.inputs.args)
     with global_view(), without_update():
         expected = program(call.inputs.state, call.inputs.args)
-    outputs = {path or "output": _Pair(x, expected.outputs[path]) for path, x in sharded.outputs.items()}
-    gradients = {path: _Pair(x, expected.gradients[path]) for path, x in sharded.gradients.items()}
+    outputs = _pairs(sharded.outputs, expected.outputs)
+    if "" in outputs:
+        outputs["output"] = outputs.pop("")  # a result that is one array has no path
     return CheckReport(
         _differences(outputs, same_dtypes=call.keeps_dtypes),
-        _differences(gradients, same_dtypes=True),
+        _differences(_pairs(sharded.gradients, expected.gradients), same_dtypes=True),
         _state_differences(sharded.state, expected.state, call.inputs.state),
         tolerance,
     )
@@ -357,10 +369,9 @@ def _compare_accumulated(call: _CheckedCall, steps: int, sync: str, tolerance: f
     with without_update():
         value, gradients, state = accumulated(*call.inputs)
     expected = _mean_of_microbatches(call, steps)
-    gradient_pairs = {path: _Pair(x, expected.gradients[path]) for path, x in gradients.items()}
     return CheckReport(
         _differences({"output": _Pair(value, expected.value)}),
-        _differences(gradient_pairs),
+        _differences(_pairs(gradients, expected.gradients)),
         _state_differences(state, expected.state, call.inputs.state),
         tolerance,
     )
@@ -369,8 +380,8 @@ def _compare_accumulated(call: _CheckedCall, steps: int, sync: str, tolerance: f
 class _Means(NamedTuple):
     """Means over microbatches, on the host."""
 
-    value: np.ndarray
-    gradients: dict[str, np.ndarray]
+    value: np.ndarray  # of the loss
+    gradients: dict[str, np.ndarray]  # by path
     state: PyTree  # after the last
 
 
@@ -380,25 +391,24 @@ def _mean_of_microbatches(call: _CheckedCall, steps: int) -> _Means:
     state = call.inputs.state
     parts = microbatches(call.inputs.args, call.root, steps, call.where)
     # On the host, in double precision: the expected sum must not have the rounding that is looked for.
-    values: list[np.ndarray] = []
-    weights: list[float] = []
-    gradients: list[dict[str, np.ndarray]] = []
+    total_weight = 0.0
+    total_value = np.zeros(())
+    total_gradients: dict[str, np.ndarray] = {}
     state_after: PyTree = None
     for i in range(steps):
         part = jax.tree.map(lambda rows, i=i: rows[i], parts)
         with global_view(), without_update():
             outcome = program(state, part)
         weight = float(outcome.weight)
-        weights.append(weight)
-        values.append(_in_double_precision(_weighted_sum(outcome.outputs)) * weight)
-        gradients.append({path: _in_double_precision(x) * weight for path, x in outcome.gradients.items()})
+        total_weight += weight
+        total_value = total_value + _in_double_precision(_weighted_sum(outcome.outputs)) * weight
+        for path, gradient in outcome.gradients.items():
+            weighted = _in_double_precision(gradient) * weight
+            total_gradients[path] = total_gradients.get(path, 0) + weighted
         state_after = outcome.state
         state = state_after or state  # the next microbatch begins with it; a Linen model's loss returns none
-    total_weight = sum(weights)
-    mean_gradients = {}
-    for path in gradients[0]:
-        mean_gradients[path] = sum(of_part[path] for of_part in gradients) / total_weight
-    return _Means(np.asarray(sum(values) / total_weight), mean_gradients, state_after)
+    mean_gradients = {path: total / total_weight for path, total in total_gradients.items()}
+    return _Means(np.asarray(total_value / total_weight), mean_gradients, state_after)
 
 
 # ---- differences
@@ -412,7 +422,13 @@ class _Pair(NamedTuple):
 
     def is_equal_to(self, array: jax.Array) -> bool:
         """Returns whether both arrays have the values of a third one."""
-        return all(x is not None and np.array_equal(x, array) for x in self)
+        if self.array is None or self.expected is None:
+            return False
+        return np.array_equal(self.array, array) and np.array_equal(self.expected, array)
+
+
+def _pairs(arrays: Arrays, expected: Mapping[str, jax.Array | np.ndarray]) -> dict[str, _Pair]:
+    return {path: _Pair(array, expected[path]) for path, array in arrays.items()}
 
 
 def _differences(pairs: Mapping[str, _Pair], *, floor: float = 1e-2, same_dtypes: bool = False) -> dict[str, float]:

@@ -57,7 +57,7 @@ class TrafficRow:
     def to_dict(self) -> dict[str, object]:
         """Returns the row for JSON; one of lines that mix examples names these rather than a unit."""
         counts: dict[str, object] = {"executions": self.executions, "total_bytes": self.total_bytes}
-        if self.per_iteration:
+        if self.per_iteration:  # else the counts are those of a run
             counts["per_iteration"] = True
         if self.mixing:
             return {
@@ -93,7 +93,9 @@ def rows_of(windows: Iterable[Window]) -> tuple[TrafficRow, ...]:
     rows = []
     for group in groups.values():
         first = group[0]
-        units = {unit for window in group for unit in window.units}
+        units: set[str] = set()
+        for window in group:
+            units.update(window.units)
         row = TrafficRow(
             kind=first.kind,
             dtype=first.dtype,

@@ -27,7 +27,7 @@ from jshard.inspect.plan_tables import (
     traffic_table,
     units_table,
 )
-from jshard.inspect.tables import Printed
+from jshard.inspect.tables import Printed, dicts_of
 from jshard.linen.annotation import annotation_of
 from jshard.plans.homes import place_of
 from jshard.plans.memories import is_placed
@@ -103,9 +103,9 @@ def explain(
 def _arrays_without_plan(model: nnx.Module, plan: ShardPlan) -> Iterator[Other]:
     """Yields the float arrays of a model that are not in its plan."""
     planned = {leaf.path for leaf in plan.leaves}
-    for other in others_of(model):
-        if dotted(other.path) not in planned:
-            yield other
+    for array in others_of(model):
+        if dotted(array.path) not in planned:
+            yield array
 
 
 def _strays(model: nnx.Module) -> Iterator[str]:
@@ -150,13 +150,11 @@ class Explanation(Printed):
             "parameter_bytes": self.plan.logical_bytes,
             "units": self._units_json(),
             "memory_per_device": self._memory_json(),
-            "communication_per_step": [
-                dataclasses.asdict(row) | {"wire_bytes": row.wire_bytes} for row in self.traffic
-            ],
-            "mixing": [dataclasses.asdict(row) for row in self.mixing],
+            "communication_per_step": self._traffic_json(),
+            "mixing": dicts_of(self.mixing),
             "replicated": self._replicated_json(),
             "not_placed_as_planned": list(self.strays),
-            "other_arrays": [dataclasses.asdict(other) | {"path": dotted(other.path)} for other in self.others],
+            "other_arrays": self._others_json(),
         }
         return json.dumps(values, indent=1)
 
@@ -174,8 +172,15 @@ class Explanation(Printed):
         }
         return dataclasses.asdict(self.memory) | sums
 
+    def _traffic_json(self) -> list[dict[str, object]]:
+        return [{**dataclasses.asdict(row), "wire_bytes": row.wire_bytes} for row in self.traffic]
+
+    def _others_json(self) -> list[dict[str, object]]:
+        return [{**dataclasses.asdict(array), "path": dotted(array.path)} for array in self.others]
+
     def _replicated_json(self) -> dict[str, str]:
         """Returns why arrays are replicated, by path."""
         reasons = {leaf.path: leaf.placement.because for leaf in self.plan.replicated}
-        reasons |= {dotted(other.path): unsharded_class(other.kind) for other in in_own_classes(self.others)}
+        for array in in_own_classes(self.others):
+            reasons[dotted(array.path)] = unsharded_class(array.kind)
         return reasons

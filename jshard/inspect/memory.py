@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jshard._types import PyTree
 from jshard.inspect.activations import Activations
 from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import HOST_KIND
-from jshard.plans.model_axes import axes_of
+from jshard.plans.model_axes import degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.state_places import StatePlaces
@@ -105,34 +105,43 @@ def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memo
     # A root whose own copy stays still gathers the layers of its loops one at a time.
     copies = {plan.units[0].name: _row_bytes(plan)} | temporary
     largest = max(copies, key=lambda name: copies[name])
-    gradients = [_unreduced_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
+    total_kept = 0
+    gradients = []
+    for unit in plan.units:
+        total_kept += kept_bytes(plan, unit)
+        gradients.append(_unreduced_bytes(plan.unit_leaves(unit.name)))
     return Memory(
-        parameters_bytes=_stored_bytes(plan, on_host=False),
-        gradients_bytes=_stored_bytes(plan, on_host=False, trained_only=True),
+        parameters_bytes=parameter_bytes(plan, on_host=False),
+        gradients_bytes=parameter_bytes(plan, on_host=False, trained_only=True),
         optimizer_bytes=state.on_device,
         optimizer=state.origin,
-        kept_bytes=sum(kept_bytes(plan, unit) for unit in plan.units),
+        kept_bytes=total_kept,
         largest_unit=largest,
         largest_unit_bytes=copies[largest],
         prefetched_bytes=_prefetched_bytes(plan, temporary),
         largest_gradient_bytes=max(gradients),
         layer_gradient_bytes=max(gradients[1:], default=0),
-        host_parameters_bytes=_stored_bytes(plan, on_host=True),
-        host_gradients_bytes=_stored_bytes(plan, on_host=True, trained_only=True),
+        host_parameters_bytes=parameter_bytes(plan, on_host=True),
+        host_gradients_bytes=parameter_bytes(plan, on_host=True, trained_only=True),
         host_optimizer_bytes=state.on_host,
     )
 
 
-def _stored_bytes(plan: ShardPlan, *, on_host: bool, trained_only: bool = False) -> int:
+def parameter_bytes(plan: ShardPlan, *, on_host: bool, trained_only: bool = False) -> int:
     """Returns the bytes for one device of the parameters in one of the memories.
 
     Those of the trained ones are also the bytes of gradients.
     """
-    total = 0
+    leaves = []
     for leaf in plan.leaves:
         if leaf.placement.on_host == on_host and (leaf.trained or not trained_only):
-            total += leaf.placement.bytes_per_device
-    return total
+            leaves.append(leaf)
+    return stored_bytes(leaves)
+
+
+def stored_bytes(leaves: Iterable[LeafPlan]) -> int:
+    """Returns the bytes for one device of some parameters, as they are stored."""
+    return sum(leaf.placement.bytes_per_device for leaf in leaves)
 
 
 # ---- gathered copies
@@ -169,7 +178,7 @@ def _prefetched_bytes(plan: ShardPlan, copies: Mapping[str, int]) -> int:
         elif position > 0 and int(count) > 0:
             # While the first of the units before it computes, the others and this one are gathered.
             before = units[max(0, position - int(count)) : position]
-            ahead = sum(copies[other.name] for other in before[1:]) + copies[unit.name]
+            ahead = sum(copies[earlier.name] for earlier in before[1:]) + copies[unit.name]
         most = max(most, ahead)
     return most
 
@@ -233,12 +242,15 @@ def optimizer_bytes(plan: ShardPlan, optimizer: AnyOptimizer | None = None) -> O
     As in `js.shard_optimizer`, state with the shape of its parameter is placed like it, other large state is sharded
     along a divisible dim, and the rest is replicated. An `nnx.Optimizer` with arrays is measured.
     """
+    origin = "given"
+    if optimizer is None:
+        origin = "AdamW assumed"
+        optimizer = optax.adamw(1e-3)
     state: PyTree
     if isinstance(optimizer, nnx.Optimizer):
         state = nnx.state(optimizer)
     else:
-        transformation = optax.adamw(1e-3) if optimizer is None else optimizer
-        state = {"opt_state": jax.eval_shape(transformation.init, _abstract_parameters(plan)), "step": _STEP}
+        state = {"opt_state": jax.eval_shape(optimizer.init, _abstract_parameters(plan)), "step": _STEP}
     places = StatePlaces(plan)
     on_device = 0
     on_host = 0
@@ -248,7 +260,7 @@ def optimizer_bytes(plan: ShardPlan, optimizer: AnyOptimizer | None = None) -> O
             on_host += size
         else:
             on_device += size
-    return OptimizerBytes(on_device, on_host, "AdamW assumed" if optimizer is None else "given")
+    return OptimizerBytes(on_device, on_host, origin)
 
 
 def _abstract_parameters(plan: ShardPlan) -> nnx.State:
@@ -284,5 +296,5 @@ def _state_bytes(
         shape = padding.pad(jax.ShapeDtypeStruct(shape, array.dtype)).shape
     num_shards = 1
     for entry in places.spec(keys, shape):
-        num_shards *= math.prod(degrees[axis] for axis in axes_of(entry))
+        num_shards *= degree_of(entry, degrees)
     return math.prod(shape) * item_bytes // num_shards

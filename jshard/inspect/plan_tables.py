@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from flax import nnx
 
-from jshard._text import folded_names, human_bytes, human_count, joined_name, name_pattern
+from jshard._text import counted, folded_names, human_bytes, human_count, joined_name, name_pattern
 from jshard.engine.mixing import Mixing
 from jshard.inspect.communication import Traffic
-from jshard.inspect.memory import Memory, unit_bytes
+from jshard.inspect.memory import Memory, stored_bytes, unit_bytes
 from jshard.inspect.tables import FittedTable, add_row, made_table
 from jshard.plans.model_axes import Entry
 from jshard.plans.placement import Placement
@@ -26,35 +26,43 @@ class FoldedUnit(NamedTuple):
     """Equal units of a list."""
 
     name: str  # such as `blocks/0..11`
-    count: int
-    first: UnitPlan
+    count: int  # how many units
+    first: UnitPlan  # one of them; the others differ from it in their names alone
 
 
 def folded_units(plan: ShardPlan) -> list[FoldedUnit]:
     """Returns the units, equal ones of a list folded into one."""
-    indices: dict[Hashable, list[int | None]] = collections.defaultdict(list)
-    patterns: dict[Hashable, str] = {}
-    first_units: dict[Hashable, UnitPlan] = {}
+    equal_units: dict[Hashable, list[UnitPlan]] = collections.defaultdict(list)
     for unit in plan.units:
-        pattern, index = name_pattern(unit.name)
-        leaves = plan.unit_leaves(unit.name)
-        # Equal units have equal settings, and parameters of the same names, placed alike.
-        content = tuple((leaf.path.removeprefix(unit.name), leaf.placement) for leaf in leaves)
-        key = (pattern, content, dataclasses.replace(unit, name=""))
-        indices[key].append(index)
-        patterns[key] = pattern
-        first_units.setdefault(key, unit)
-    folded = []
-    for key, of_units in indices.items():
-        folded.append(FoldedUnit(joined_name(patterns[key], of_units), len(of_units), first_units[key]))
-    return folded
+        equal_units[_what_is_folded(plan, unit)].append(unit)
+    return [FoldedUnit(_joined_name(units), len(units), units[0]) for units in equal_units.values()]
+
+
+def _what_is_folded(plan: ShardPlan, unit: UnitPlan) -> Hashable:
+    """Returns what equal units have in common: settings, and parameters of the same names, placed alike."""
+    pattern, _ = name_pattern(unit.name)
+    content = []
+    for leaf in plan.unit_leaves(unit.name):
+        content.append((leaf.path.removeprefix(unit.name), leaf.placement))
+    return pattern, tuple(content), dataclasses.replace(unit, name="")
+
+
+def _joined_name(units: Sequence[UnitPlan]) -> str:
+    """Returns `blocks/0..11` for units whose names differ in a number."""
+    pattern, _ = name_pattern(units[0].name)
+    indices = []
+    for unit in units:
+        _, index = name_pattern(unit.name)
+        indices.append(index)
+    return joined_name(pattern, indices)
 
 
 def headline(plan: ShardPlan) -> str:
     """Returns the size of the model, and where it is."""
-    num_devices = math.prod(size for _, size in plan.mesh)
-    axes = ", ".join(f"{name}={size}" for name, size in plan.mesh)
-    where = f"on {_counted(num_devices, 'device')} ({axes})"
+    degrees = dict(plan.mesh)
+    num_devices = math.prod(degrees.values())
+    axes = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+    where = f"on {counted(num_devices, 'device')} ({axes})"
     size = f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)}"
     # P, in which the traffic is counted, is the size of what is gathered.
     gathered = plan.gathered_part
@@ -79,12 +87,13 @@ def units_table(plan: ShardPlan) -> FittedTable:
     table = made_table("Units: what is gathered together", *columns, caption=caption)
     for name, count, unit in folded_units(plan):
         leaves = plan.unit_leaves(unit.name)
+        num_parameters = sum(leaf.placement.size for leaf in leaves)
         add_row(
             table,
-            f"{name}  x{count}" if count > 1 else name,
+            _with_count(name, count),
             unit.kind,
-            human_count(sum(leaf.placement.size for leaf in leaves)),
-            human_bytes(sum(leaf.placement.bytes_per_device for leaf in leaves)),
+            human_count(num_parameters),
+            human_bytes(stored_bytes(leaves)),
             *_gathering_cells(plan, unit),
         )
     return table
@@ -114,7 +123,7 @@ def _dtypes(leaves: Iterable[LeafPlan]) -> str:
     for leaf in leaves:
         placement = leaf.placement
         dtypes = [placement.dtype]
-        if placement.gathered:
+        if placement.gathered:  # else it is used as it is stored
             dtypes += [placement.gathered_dtype, placement.reduce_dtype]
         texts.add(", ".join(map(_short, dtypes)))
     return "; ".join(sorted(texts)) or "-"
@@ -214,7 +223,9 @@ def traffic_table(traffic: Sequence[Traffic], plan: ShardPlan) -> FittedTable:
     columns = ("collective", "over", "dtype?", "arrays>", "in P>", "sent>", "for")
     table = made_table("Communication of one forward and backward pass, per device", *columns, caption=caption)
     parameter_bytes = plan.gathered_part.logical_bytes or 1  # a model without parameters sends nothing
+    total_bytes = 0.0
     for row in traffic:
+        total_bytes += row.wire_bytes
         add_row(
             table,
             row.kind,
@@ -225,7 +236,6 @@ def traffic_table(traffic: Sequence[Traffic], plan: ShardPlan) -> FittedTable:
             human_bytes(row.wire_bytes),
             row.purpose,
         )
-    total_bytes = sum(row.wire_bytes for row in traffic)
     in_parameters = f"{total_bytes / parameter_bytes:.2f} P"
     add_row(table, "total", "", "", "", "", human_bytes(total_bytes), in_parameters, style="bold")
     return table
@@ -236,10 +246,12 @@ def mixing_table(mixing: Sequence[Mixing]) -> FittedTable:
     caption = "Last traced calls, forward and backward. bytes: of the results on one device, over all loop iterations."
     columns = ("line", "operation", "how", "times>?", "bytes>")
     table = made_table("Communication of the model's own mixing of examples", *columns, caption=caption)
+    total_times = 0
+    total_bytes = 0
     for row in mixing:
+        total_times += row.times
+        total_bytes += row.bytes
         add_row(table, row.line, row.operation, row.how, str(row.times), human_bytes(row.bytes))
-    total_times = sum(row.times for row in mixing)
-    total_bytes = sum(row.bytes for row in mixing)
     add_row(table, "total", "", "", str(total_times), human_bytes(total_bytes), style="bold")
     return table
 
@@ -256,6 +268,7 @@ def notes_on(plan: ShardPlan, others: Sequence[Other], strays: Sequence[str]) ->
         strays: texts of parameters that are not where the plan places them.
     """
     of_own_class = in_own_classes(others)
+    not_trained = [other for other in others if other not in of_own_class]
     yield from _never_gathered(plan)
     yield from _unscheduled_stacks(plan)
     yield from _replicated(plan, of_own_class)
@@ -263,9 +276,9 @@ def notes_on(plan: ShardPlan, others: Sequence[Other], strays: Sequence[str]) ->
     for leaf in plan.leaves:
         if leaf.aliases:
             yield f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}"
-    yield from _not_parameters([other for other in others if other not in of_own_class])
+    yield from _not_parameters(not_trained)
     if strays:
-        yield f"Not placed as planned: {_counted(len(strays), 'parameter')}, until the next call"
+        yield f"Not placed as planned: {counted(len(strays), 'parameter')}, until the next call"
         yield from _merged(f"  {stray}" for stray in strays)
 
 
@@ -276,16 +289,16 @@ def in_own_classes(others: Iterable[Other]) -> list[Other]:
 
 
 def _never_gathered(plan: ShardPlan) -> Iterator[str]:
-    names = folded_names([unit.name for unit in plan.units if not unit.gathered])
+    names = [unit.name for unit in plan.units if not unit.gathered]
     if names:
         why = "called in global view; their communication is the model's own, and not counted"
-        yield f"Never gathered: {', '.join(names)} ({why})"
+        yield f"Never gathered: {', '.join(folded_names(names))} ({why})"
 
 
 def _unscheduled_stacks(plan: ShardPlan) -> Iterator[str]:
     for (path, unit), size in plan.unscheduled_stacks.items():
-        how = f"gathered {plan.how_stacked(path, unit)}: no unit is inside their loop"
-        yield f"Stacked layers: {path}, {human_bytes(size)}, {how}"
+        remark = f"gathered {plan.how_stacked(path, unit)}: no unit is inside their loop"
+        yield f"Stacked layers: {path}, {human_bytes(size)}, {remark}"
 
 
 def _replicated(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
@@ -295,12 +308,17 @@ def _replicated(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
     if plan.replicated == plan.leaves and not others:
         yield f"Replicated: all parameters: {plan.leaves[0].placement.because}"
         return
-    total_bytes = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
-    total_bytes += sum(other.bytes for other in others)
+    total_bytes = stored_bytes(plan.replicated) + _bytes_of(others)
     noun = "parameter" if plan.replicated else "variable"
-    count = _counted(len(plan.replicated) + len(others), noun)
+    count = counted(len(plan.replicated) + len(others), noun)
     yield f"Replicated: {count}, {human_bytes(total_bytes)} on every device"
+    for reason, lines in _replicated_by_reason(plan, others).items():
+        yield f"  {reason}:"
+        yield from _merged(lines)
 
+
+def _replicated_by_reason(plan: ShardPlan, others: Sequence[Other]) -> dict[str, list[str]]:
+    """Returns a line for each replicated parameter and variable, by the reason."""
     lines_by_reason: dict[str, list[str]] = collections.defaultdict(list)
     for other in others:
         reason = f"{unsharded_class(other.kind)}  # counted above only if wrt= has it"
@@ -308,9 +326,7 @@ def _replicated(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
     for leaf in plan.replicated:
         reason, _, _ = leaf.placement.because.partition(" (")  # the rest has numbers of this parameter
         lines_by_reason[reason].append(f"    {numberless(leaf.path)} {list(leaf.placement.shape)}")
-    for reason, lines in lines_by_reason.items():
-        yield f"  {reason}:"
-        yield from _merged(lines)
+    return lines_by_reason
 
 
 def _padded(plan: ShardPlan) -> Iterator[str]:
@@ -321,7 +337,7 @@ def _padded(plan: ShardPlan) -> Iterator[str]:
     for leaf in padded:
         placement = leaf.placement
         zeros_bytes += (placement.stored_size / placement.size - 1) * placement.logical_bytes
-    count = _counted(len(padded), "parameter")
+    count = counted(len(padded), "parameter")
     yield f"Padded: {count}, {human_bytes(zeros_bytes)} of zeros in all, invisible to reads"
     yield from _merged(map(_padding, padded))
 
@@ -335,20 +351,23 @@ def _padding(leaf: LeafPlan) -> str:
 
 def _not_parameters(others: Sequence[Other]) -> Iterator[str]:
     if others:
-        count = _counted(len(others), "float array")
-        total = human_bytes(sum(other.bytes for other in others))
+        count = counted(len(others), "float array")
+        total = human_bytes(_bytes_of(others))
         yield f"Not parameters: {count}, {total} on every device, in no figure above"
         yield from _merged(f"  {numberless(dotted(other.path))}  {other.kind} {other.form}" for other in others)
 
 
-def _counted(count: int, noun: str) -> str:
-    """Returns `1 device`, `8 devices`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _bytes_of(others: Iterable[Other]) -> int:
+    return sum(other.bytes for other in others)
 
 
 def _merged(lines: Iterable[str]) -> list[str]:
     """Returns lines, with equal ones merged into one with a count."""
-    merged = []
-    for line, count in collections.Counter(lines).items():
-        merged.append(f"{line}  x{count}" if count > 1 else line)
-    return merged
+    return [_with_count(line, count) for line, count in collections.Counter(lines).items()]
+
+
+def _with_count(text: str, count: int) -> str:
+    """Returns a text that stands for several equal ones."""
+    if count == 1:
+        return text
+    return f"{text}  x{count}"

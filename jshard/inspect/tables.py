@@ -1,10 +1,11 @@
-"""Output of reports: tables as text that fit the terminal."""
+"""Output of reports: tables as text that fit the terminal, and records as values of JSON."""
 
+import dataclasses
 import io
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -43,8 +44,11 @@ def printed(renderable: object) -> str:
     """Renders an object by `rich`, as plain text."""
     file = io.StringIO()
     console = _PlainConsole(file=file, width=width(), color_system=None, legacy_windows=False)
-    console.print(renderable, crop=False)
-    lines = file.getvalue().splitlines()
+    console.print(renderable, crop=False)  # a path or a command is whole, however long it is: see `whole_line`
+    return _without_trailing_spaces(file.getvalue().splitlines())
+
+
+def _without_trailing_spaces(lines: Iterable[str]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -57,6 +61,17 @@ class Printed:
     __repr__ = __str__
 
 
+class _Record(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+def dicts_of(records: Iterable[_Record]) -> list[dict[str, Any]]:
+    """Returns dataclasses as values of JSON."""
+    return [dataclasses.asdict(record) for record in records]
+
+
 def show(*things: object) -> None:
     """Prints texts and objects that `rich` can print: in colour on a terminal, as plain text elsewhere.
 
@@ -67,7 +82,8 @@ def show(*things: object) -> None:
             plain = Text(thing) if isinstance(thing, str) else thing
             _PlainConsole(file=sys.stdout, highlight=False).print(plain, crop=False)
         else:
-            print(printable(thing, keep="\n\t") if isinstance(thing, str) else printed(thing), flush=True)
+            text = printable(thing, keep="\n\t") if isinstance(thing, str) else printed(thing)
+            print(text, flush=True)
 
 
 def _is_terminal() -> bool:
@@ -89,22 +105,38 @@ def broken_line(command: str) -> str:
             lines[-1] += "\\"
             lines.append("    ")
         lines[-1] += f"{part} "
-    return "\n".join(line.rstrip() for line in lines)
+    return _without_trailing_spaces(lines)
 
 
 class _TableRow(NamedTuple):
     """A row of a table."""
 
     cells: list[str]  # a cell may have several lines
-    style: str | None
-    end_section: bool
+    style: str | None  # of rich, such as `bold`
+    end_section: bool  # a line is drawn below it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A column of a table."""
+
+    index: int  # among all columns, those that are not shown included
+    name: str  # without marks
+    is_number: bool  # its cells are numbers, aligned on the right and never cut
+    omission_rank: int  # of several columns that may be omitted the highest is the first; one with 0 is not omitted
+
+    @classmethod
+    def of(cls, index: int, marked_name: str) -> "_Column":
+        """Returns the column of a name with its marks, as in `FittedTable`."""
+        name = marked_name.rstrip(">?")
+        marks = marked_name[len(name) :]
+        return cls(index, name, ">" in marks, marks.count("?"))
 
 
 class _FittedColumns(NamedTuple):
     """How a table is fitted into some room."""
 
-    shown: list[int]  # indices of the columns
-    widths: list[int]  # of these
+    widths: dict[_Column, int]  # of the columns that are shown
     is_tight: bool  # columns are close together, and their widths fixed
 
 
@@ -119,16 +151,8 @@ class FittedTable:
     def __init__(self, title: str, columns: Sequence[str], caption: str = "") -> None:
         self.title = title
         self.caption = caption
-        self._names: list[str] = []
-        self._is_number: list[bool] = []
-        self._omitted_first: list[int] = []  # rank by which columns are omitted; those with 0 are not
+        self._columns = [_Column.of(index, name) for index, name in enumerate(columns)]
         self._rows: list[_TableRow] = []
-        for column in columns:
-            name = column.rstrip(">?")
-            marks = column[len(name) :]
-            self._names.append(name)
-            self._is_number.append(">" in marks)
-            self._omitted_first.append(marks.count("?"))
 
     def add_row(self, *cells: str | Sequence[str], style: str | None = None, end_section: bool = False) -> None:
         """Adds a row of plain text, a cell as a text or as its lines: no control characters in paths and shapes."""
@@ -141,9 +165,9 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         layout = self._layout(options.max_width)
         caption = self.caption
-        omitted = ", ".join(name for i, name in enumerate(self._names) if i not in layout.shown)
-        if omitted:  # a column without a name is not mentioned
-            caption = f"{caption} Left out at this width: {omitted}.".strip()
+        omitted = [column.name for column in self._columns if column not in layout.widths]
+        if any(omitted):  # a column without a name is not mentioned
+            caption = f"{caption} Left out at this width: {', '.join(omitted)}.".strip()
         table = Table(
             title=Text(self.title, style="bold") if self.title else None,
             title_justify="left",
@@ -153,12 +177,12 @@ class FittedTable:
             pad_edge=False,
             collapse_padding=layout.is_tight,
         )
-        for i, column_width in zip(layout.shown, layout.widths, strict=True):
-            justify = "right" if self._is_number[i] else "left"
+        for column, column_width in layout.widths.items():
+            justify = "right" if column.is_number else "left"
             fixed = column_width if layout.is_tight else None
-            table.add_column(Text(self._names[i]), justify=justify, width=fixed, overflow="fold")
+            table.add_column(Text(column.name), justify=justify, width=fixed, overflow="fold")
         for row in self._rows:
-            cells = [Text(row.cells[i]) for i in layout.shown]
+            cells = [Text(row.cells[column.index]) for column in layout.widths]
             table.add_row(*cells, style=row.style, end_section=row.end_section)
         yield table
 
@@ -168,39 +192,45 @@ class FittedTable:
         Args:
             room: characters of a line.
         """
-        shown = list(range(len(self._names)))
-        full = [max(_longest_line(text) for text in self._texts(i)) for i in shown]
-        if sum(full) + 3 * len(shown) - 1 <= room:  # between columns, a space on each side and one in the middle
-            return _FittedColumns(shown, full, is_tight=False)
+        full = {column: self._full_width(column) for column in self._columns}
+        # Between columns, a space on each side and one in the middle.
+        if sum(full.values()) + 3 * len(full) - 1 <= room:
+            return _FittedColumns(full, is_tight=False)
 
-        least = [self._least_width(i) for i in shown]
-        for i in self._columns_to_omit():
-            if sum(least[i] for i in shown) + 2 * len(shown) <= room:
+        least = {column: self._least_width(column) for column in self._columns}
+        for column in self._columns_to_omit():
+            if sum(least.values()) + 2 * len(least) <= room:
                 break
-            shown.remove(i)
-        room -= 2 * len(shown)
-        widths = [full[i] for i in shown]
-        least_shown = [least[i] for i in shown]
+            del least[column]
+        room -= 2 * len(least)
+        widths = {column: full[column] for column in least}
         # The first column identifies the row: it is shrunk only if shrinking the others is not enough.
-        widths = _squeezed(widths, [full[shown[0]], *least_shown[1:]], room)
-        widths = _squeezed(widths, least_shown, room)
-        return _FittedColumns(shown, widths, is_tight=True)
+        first = next(iter(least))
+        widths = _squeezed(widths, least | {first: full[first]}, room)
+        widths = _squeezed(widths, least, room)
+        return _FittedColumns(widths, is_tight=True)
 
-    def _columns_to_omit(self) -> list[int]:
+    def _columns_to_omit(self) -> list[_Column]:
         """Returns the columns that may be omitted, in the order in which they are: of equal ones the last first."""
-        optional = [i for i, rank in enumerate(self._omitted_first) if rank]
-        return sorted(optional, key=lambda i: (-self._omitted_first[i], -i))
+        optional = [column for column in self._columns if column.omission_rank]
+        return sorted(optional, key=lambda column: (-column.omission_rank, -column.index))
 
-    def _texts(self, i: int) -> list[str]:
-        return [self._names[i], *(row.cells[i] for row in self._rows)]
+    def _cells(self, column: _Column) -> list[str]:
+        return [row.cells[column.index] for row in self._rows]
 
-    def _least_width(self, i: int) -> int:
+    def _full_width(self, column: _Column) -> int:
+        """Returns the width at which a column wraps no line."""
+        longest_line = max(map(_longest_line, self._cells(column)), default=0)
+        return max(_longest_line(column.name), longest_line)
+
+    def _least_width(self, column: _Column) -> int:
         """Returns the width at which a column cuts no number, and otherwise only long words."""
-        name, *cells = self._texts(i)
-        if self._is_number[i]:
-            return max(_longest_word(name), max(map(_longest_line, cells), default=0))
-        longest_word = max(map(_longest_word, cells), default=0)
-        return max(_longest_word(name), min(_LONG, longest_word))
+        name_width = _longest_word(column.name)
+        if column.is_number:
+            longest_line = max(map(_longest_line, self._cells(column)), default=0)
+            return max(name_width, longest_line)
+        longest_word = max(map(_longest_word, self._cells(column)), default=0)
+        return max(name_width, min(_LONG, longest_word))
 
 
 def made_table(title: str, *columns: str, caption: str = "") -> FittedTable:
@@ -215,14 +245,14 @@ def add_row(
     table.add_row(*cells, style=style, end_section=end_section)
 
 
-def _squeezed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+def _squeezed(widths: Mapping[_Column, int], least: Mapping[_Column, int], room: int) -> dict[_Column, int]:
     """Returns widths that fit the room, if possible: the widest shrink first."""
-    squeezed = list(widths)
-    while sum(squeezed) > room:
-        shrinkable = [i for i in range(len(squeezed)) if squeezed[i] > least[i]]
+    squeezed = dict(widths)
+    while sum(squeezed.values()) > room:
+        shrinkable = [column for column in squeezed if squeezed[column] > least[column]]
         if not shrinkable:
             break
-        widest = max(shrinkable, key=lambda i: squeezed[i])
+        widest = max(shrinkable, key=lambda column: squeezed[column])
         squeezed[widest] -= 1
     return squeezed
 

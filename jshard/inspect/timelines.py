@@ -42,6 +42,11 @@ class Bar:
     tip: str  # shown when the pointer rests on it, and as its name in a trace
 
 
+def last_end_s(bars: Iterable[Bar]) -> float:
+    """Returns when the last bar ends; 0 if there is none."""
+    return max((bar.end_s for bar in bars), default=0.0)
+
+
 def phase_bars(turn_s: float, end_s: float) -> list[Bar]:
     """Returns the phases of a step in a lane: backward begins with its first collective; no lane if it has none (0)."""
     if not turn_s:
@@ -96,8 +101,12 @@ def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
     figure = Figure(figsize=(10, 1.5 + 0.35 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
     for place, lane in enumerate(lanes.values()):
-        spans = [(bar.begin_s, bar.end_s - bar.begin_s) for bar in lane]
-        axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=[colors[bar.kind] for bar in lane])
+        spans = []
+        bar_colors = []
+        for bar in lane:
+            spans.append((bar.begin_s, _length_s(bar)))
+            bar_colors.append(colors[bar.kind])
+        axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=bar_colors)
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.invert_yaxis()  # the first lane on top
     axes.set_xlabel("seconds")
@@ -109,7 +118,7 @@ def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
 
 def _html_lines(bars: Sequence[Bar]) -> Iterator[str]:
     """Yields the legend, the lanes, and the axis of a page."""
-    total_s = max((bar.end_s for bar in bars), default=0.0) or 1.0  # an empty timeline has an axis, too
+    total_s = last_end_s(bars) or 1.0  # an empty timeline has an axis, too
     colors = _colors(bars)
     legend = []
     for kind, color in colors.items():
@@ -121,23 +130,39 @@ def _html_lines(bars: Sequence[Bar]) -> Iterator[str]:
         for bar in _joined(lane, total_s * _LEAST_SHARE):
             yield _html_bar(bar, total_s, colors[bar.kind])
         yield "</div>"
-    ticks = [f'<u style="left:{100 * tick_s / total_s:.3f}%">{duration(tick_s)}</u>' for tick_s in _ticks(total_s)]
-    yield f'<div class="lane">{"".join(ticks)}</div>'
+    yield f'<div class="lane">{_html_ticks(total_s)}</div>'
 
 
 def _html_bar(bar: Bar, total_s: float, color: str) -> str:
     left_percent = 100 * bar.begin_s / total_s
     width_percent = 100 * (bar.end_s - bar.begin_s) / total_s
     style = f"left:{left_percent:.3f}%;width:{width_percent:.3f}%;background:{color}"
-    label = f"<span>{html.escape(bar.label)}</span>" if bar.label else ""
+    label = ""
+    if bar.label:
+        label = f"<span>{html.escape(bar.label)}</span>"
     return f'<i style="{style}" title="{html.escape(bar.tip)}">{label}</i>'
+
+
+def _html_ticks(total_s: float) -> str:
+    ticks = ""
+    for tick_s in _ticks(total_s):
+        left_percent = 100 * tick_s / total_s
+        ticks += f'<u style="left:{left_percent:.3f}%">{duration(tick_s)}</u>'
+    return ticks
 
 
 def _ticks(total_s: float) -> list[float]:
     """Returns round times along an axis, 5 to 10 of them."""
-    magnitude = 10.0 ** math.floor(math.log10(total_s))
-    step_s = next(magnitude * part for part in (0.1, 0.2, 0.5, 1.0) if total_s <= 10 * magnitude * part)
+    step_s = _tick_step_s(total_s)
     return [i * step_s for i in range(math.floor(total_s / step_s) + 1)]
+
+
+def _tick_step_s(total_s: float) -> float:
+    magnitude = 10.0 ** math.floor(math.log10(total_s))
+    for part in (0.1, 0.2, 0.5):
+        if total_s <= 10 * magnitude * part:
+            return magnitude * part
+    return magnitude
 
 
 def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
@@ -149,9 +174,11 @@ def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
 
 def _colors(bars: Iterable[Bar]) -> dict[str, str]:
     """Returns the colors of kinds in the order of the legend, exposed time last."""
-    kinds = list(dict.fromkeys(bar.kind for bar in bars))
-    colored = [kind for kind in kinds if kind != _EXPOSED_KIND]
-    colors = {kind: _COLORS[i % len(_COLORS)] for i, kind in enumerate(colored)}
+    kinds = dict.fromkeys(bar.kind for bar in bars)  # a set that keeps the order
+    colors: dict[str, str] = {}
+    for kind in kinds:
+        if kind != _EXPOSED_KIND:
+            colors[kind] = _COLORS[len(colors) % len(_COLORS)]
     if _EXPOSED_KIND in kinds:
         colors[_EXPOSED_KIND] = _EXPOSED_COLOR
     return colors

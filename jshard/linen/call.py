@@ -20,8 +20,8 @@ from flax.linen.transforms import get_module_scopes, set_module_scopes
 from jshard import _compat
 from jshard._types import PyTree, TreeDef
 from jshard.engine import border
-from jshard.engine.context import guard
-from jshard.engine.program import merged, others, picked
+from jshard.engine.context import PaddedParameter, guard
+from jshard.engine.selections import merged, others, picked
 from jshard.errors import CallError
 from jshard.linen.boxes import Padded, is_padded, padding_in
 from jshard.linen.layout import Layout
@@ -223,16 +223,22 @@ class LinenCall:
         self._interceptor = interceptor
         self._outermost = _outermost(lifted.scopes)
         # A method may run several times. Each run begins with the numbers of keys that the scopes have made until now.
-        self._counts = [_copied(scope.rng_counters) for scope in lifted.scopes]
+        self._counts = _copied_counters(lifted.scopes)
 
         # The one group, see `call_lifted`; a tree for each outermost scope.
         params = [variables.get(PARAMS, {}) for variables in lifted.variables[0]]
         boxes, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
-        # The array itself where a parameter has no box: in the order of the tree, as all lists of parameters here.
-        self._boxes = [box for _, box in boxes]
-        self._paths = [self._path_of(keys) for keys, _ in boxes]
-        self.params = [raw_of(box) for box in self._boxes]
-        self.names = [dotted(_relative(path, self.path)) for path in self._paths]
+        # In the order of the tree, as all lists of parameters here.
+        self._boxes = []  # the array itself where a parameter has no box
+        self._paths: list[Path] = []
+        self.params: list[jax.Array] = []
+        self.names: list[str] = []
+        for keys, box in boxes:
+            path = self._path_of(keys)
+            self._boxes.append(box)
+            self._paths.append(path)
+            self.params.append(raw_of(box))
+            self.names.append(dotted(_relative(path, self.path)))
         # Known when `place` has been called: a survey runs the call before there is a layout.
         self.placements: list[Placement | None] = [None] * len(self.params)
         # Until `place`, all count as gathered outside, as those are that the layout does not have.
@@ -273,7 +279,7 @@ class LinenCall:
             for i, box in enumerate(self._boxes):
                 if isinstance(box, Padded):
                     form = f"{box.value.dtype}{list(box.shape)}, stored {list(box.value.shape)}"
-                    padded[i] = (f"{kind}: {self.names[i]}  {form}", self.optimizer)
+                    padded[i] = PaddedParameter(f"{kind}: {self.names[i]}  {form}", self.optimizer)
         return guard(values, padded)
 
     def store(self) -> None:
@@ -322,11 +328,13 @@ class LinenCall:
         (state, keys, fields), argument_leaves = self._leaves.with_inputs(inputs)
         args, kwargs = self._arguments.form.together(argument_leaves, [])
         param_trees = jax.tree.unflatten(self._params_tree, list(params))
-        groups = tuple({**group, PARAMS: tree} for group, tree in zip(state, param_trees, strict=True))
+        groups = []
+        for group, tree in zip(state, param_trees, strict=True):
+            groups.append({**group, PARAMS: tree})
         # Of this run's arrays: a variable that holds another object afterwards was written.
         before = dict(_variables(groups))
         with self.context():
-            scopes = self._lifted.make((groups,), keys)
+            scopes = self._lifted.make((tuple(groups),), keys)
             module, args, kwargs = set_module_scopes(_with_fields(self.module, fields), args, kwargs, scopes)
             # The copy continues the state of the module: `setup` may have run, and submodules may have been numbered.
             copy = _compat.in_state_of(self.module, module)
@@ -338,7 +346,10 @@ class LinenCall:
             else:
                 result = _compat.run_method(self.function, copy, args, kwargs, self._interceptor)
             after = self._lifted.repack(scopes)[0]
-        changed = {place: leaf for place, leaf in _variables(after) if not _is_same(leaf, before.get(place))}
+        changed = {}
+        for place, leaf in _variables(after):
+            if not _is_same(leaf, before.get(place)):
+                changed[place] = leaf
         return self._take_apart(result, changed, live)
 
     def keep_written(self, numbers: Sequence[int]) -> None:
@@ -373,7 +384,8 @@ class LinenCall:
         # First the result, then variables: `finish` reads the leaves in this order.
         results = border.results(returned, live, self.location)
         variables = border.results(list(changed.values()), live, self.location)
-        if any(isinstance(x, (nn.Module, nn.Variable)) for x in (*results.leaves, *variables.leaves)):
+        returned_leaves = [*results.leaves, *variables.leaves]
+        if any(isinstance(leaf, (nn.Module, nn.Variable)) for leaf in returned_leaves):
             raise CallError(
                 "A method of a Linen model returned a module or a variable.",
                 where=self.where,
@@ -397,7 +409,7 @@ class LinenCall:
             num_changed=len(variables.leaves),
             places=tuple(changed),
             # As after this run: an equal call, which does not run, sets its scopes to them.
-            counts=tuple(_copied(scope.rng_counters) for scope in self._lifted.scopes),
+            counts=_copied_counters(self._lifted.scopes),
         )
         return picked(is_array[:num_results], results.leaves), picked(is_array[num_results:], changed_leaves)
 
@@ -485,7 +497,7 @@ def _is_same(leaf: object, before: object) -> bool:
 def _outermost(scopes: Sequence[Scope]) -> list[Scope]:
     """Returns the outermost of these scopes, as `lift.pack` takes them."""
     unique = dict.fromkeys(scopes)
-    return [scope for scope in unique if not any(parent in unique for parent in _parents(scope))]
+    return [scope for scope in unique if unique.keys().isdisjoint(_parents(scope))]
 
 
 def _parents(scope: Scope) -> Iterator[Scope]:
@@ -503,6 +515,11 @@ def _relative(path: Path, start: Path) -> Path:
 def _copied(counts: KeyCounts) -> KeyCounts:
     """Returns a copy of counters that keeps their keys, which are counting objects, uncopied."""
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in counts.items()}
+
+
+def _copied_counters(scopes: Sequence[Scope]) -> tuple[KeyCounts, ...]:
+    """Returns copies of how many keys each scope has made."""
+    return tuple(_copied(scope.rng_counters) for scope in scopes)
 
 
 def _restore(counts: KeyCounts, saved: KeyCounts) -> None:

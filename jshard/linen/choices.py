@@ -65,17 +65,21 @@ def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) 
     """Returns the record with the settings of one choice applied."""
     # Unknown names are refused by `_check_settings`, which also needs the placement.
     policy_settings = {name: value for name, value in settings.items() if name in _OWN_SETTINGS}
-    inherited = PlacementPolicy(**{name: getattr(unit.placement, name) for name in _OWN_PLACEMENT})
+    inherited = PlacementPolicy(**_placement_settings(unit.placement))
     requested = checks.check_placement(policy_settings.pop("placement", inherited))
     _check_settings(choice, settings, requested)
-    own_placement = {name: getattr(requested, name) for name in _OWN_PLACEMENT}
-    placement = dataclasses.replace(unit.placement, **own_placement)
+    placement = dataclasses.replace(unit.placement, **_placement_settings(requested))
     # A unit that is never gathered has no schedule: the settings for all units do not apply to it.
     common = unit.policy if requested.gathered else UnitPolicy()
     policy = common.changed(unit.mesh, **policy_settings)
     result = dataclasses.replace(unit, policy=policy, placement=placement)
     checks.check_unit(result)
     return result
+
+
+def _placement_settings(policy: PlacementPolicy) -> dict[str, Any]:
+    """Returns the settings of a placement that a single unit can have."""
+    return {name: getattr(policy, name) for name in _OWN_PLACEMENT}
 
 
 def _check_settings(choice: UnitChoice, settings: Mapping[str, Any], requested: PlacementPolicy) -> None:

@@ -135,19 +135,20 @@ def _with_uses(path: Path, leaf: Leaf, units: Mapping[Path, SeenUnit], survey: S
     """Returns a parameter with the units around its uses: at its place, and in units that borrow its module."""
     # A module in a field or an argument, such as a tied embedding, is used where it was created and in the units that
     # received it. Its parameters must be gathered around all uses.
-    borrowers = []
-    for unit_path, unit in units.items():
-        if any(inside(module_path, path) is not None for module_path in unit.borrowed):
-            borrowers.append(unit_path)
     # The owner is the innermost unit that is in all of these chains, see `make_plan`.
-    around = tuple(_units_around(place, units) for place in (path, *borrowers))
+    chains = [_units_around(path, units)]
+    for unit_path, unit in units.items():
+        borrows_it = any(inside(module_path, path) is not None for module_path in unit.borrowed)
+        if borrows_it:
+            chains.append(_units_around(unit_path, units))
     stack, num_stacked = _stack(path, leaf, survey)
-    return dataclasses.replace(leaf, around=around, stack=stack, num_stacked=num_stacked)
+    return dataclasses.replace(leaf, around=tuple(chains), stack=stack, num_stacked=num_stacked)
 
 
 def _units_around(place: Path, units: Iterable[Path]) -> tuple[Path, ...]:
     """Returns the units that contain a path, or have it, outermost first."""
-    return tuple(sorted((path for path in units if inside(path, place) is not None), key=len))
+    enclosing = [path for path in units if inside(path, place) is not None]
+    return tuple(sorted(enclosing, key=len))
 
 
 def _stack(path: Path, leaf: Leaf, survey: Survey) -> tuple[Path, int]:

@@ -115,11 +115,14 @@ def _offloaded(shapes: PyTree, places: StatePlaces) -> list[list[Keys]]:
 
 def _check_offloaded(offloaded: Sequence[Sequence[Keys]], kind: str) -> None:
     """Raises for optimizer state that belongs in host memory but was created by plain Optax, which ignores memories."""
-    state = ["/".join(keys) for _, *rest in offloaded for keys in rest]
-    if state:
+    places = []
+    for _, *state_paths in offloaded:  # the first path is that of the parameter itself
+        for keys in state_paths:
+            places.append(f"{kind}: {'/'.join(keys)}")
+    if places:
         raise AnnotationError(
             "The optimizer state would not be in host memory.",
-            where=[f"{kind}: {path}" for path in state],
+            where=places,
             why="the model was annotated with offload, and plain Optax made this state.",
             do="TrainState.create(..., tx=js.shard_optimizer(model, tx))",
         )

@@ -88,11 +88,11 @@ def _is_masked(x: object) -> bool:
 
 
 def _none_trained(layout: Layout, wrt: Filter, names: set[str]) -> AnnotationError:
-    more = ", ..." if len(names) > 4 else ""
+    ellipsis = ", ..." if len(names) > 4 else ""
     return AnnotationError(
         "wrt selects no parameter of the Linen model.",
         where=f"{layout.root.kind}: wrt={wrt!r}",
-        why=f"the parameters are {', '.join(sorted(names)[:4])}{more}; they have no types to filter by.",
+        why=f"the parameters are {', '.join(sorted(names)[:4])}{ellipsis}; they have no types to filter by.",
         do='wrt="*/lora_*"  # a pattern of paths; or a function: lambda path, x: "lora_a" in path',
     )
 

@@ -24,8 +24,8 @@ from jshard.engine.inner import exchanged
 from jshard.engine.per_example import per_example, sum_of_parts
 from jshard.errors import AnnotationError, CallError
 from jshard.plans.checks import check_not_placed
-from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, AnyMesh, degree
-from jshard.plans.model_axes import Entry, axes_of, spec_over
+from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, AnyMesh, degree, splitting_axes
+from jshard.plans.model_axes import Entry, axes_in, axes_of, spec_over
 from jshard.plans.units import dotted, plain_class, walk
 
 
@@ -55,7 +55,10 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
             do='nn.Dense(64, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor")))',
         )
     where = f"js.parallel.split({plain_class(model).__name__}, ...)"
-    params = [(dotted(path), variable) for path, variable in walk(model) if isinstance(variable, nnx.Param)]
+    params = []
+    for path, variable in walk(model):
+        if isinstance(variable, nnx.Param):
+            params.append((dotted(path), variable))
     assignments, faults = _assign_axes(params, table)
     if faults:
         raise _table_does_not_fit(where, faults, [path for path, _ in params])
@@ -93,7 +96,8 @@ def _assign_axes(
             faults.append(f"{pattern!r}: {entries}, and {path} has {ndim} dims")
         num_leading_dims = ndim - len(entries)
         assignments.append(_AxisAssignment(variable, (None,) * num_leading_dims + entries))
-    faults += [f"{pattern!r} matches no parameter" for pattern in unused]
+    for pattern in unused:
+        faults.append(f"{pattern!r} matches no parameter")
     return assignments, faults
 
 
@@ -135,20 +139,11 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
         >>> x_BTD = js.parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
     """
     where = f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})"
-    axes = [axis for entry in entries for axis in axes_of(entry)]
-    not_of_model = [axis for axis in axes if axis not in AXES or axis in REGION_AXES]
-    if not_of_model:
-        raise CallError(
-            "An activation cannot be split over this axis.",
-            where=where,
-            why=f"{', '.join(map(repr, not_of_model))}: only 'tensor' is the model's; others split the batch and"
-            " sequences.",
-            do='js.parallel.hold(x, None, "tensor")',
-        )
+    _check_axes_of_model(entries, where)
     mesh = region_mesh()
     degrees = _degrees_of_model(mesh)
     # Before the check of the dims: where nothing is split, any length is fine.
-    if all(size == 1 for size in degrees.values()):
+    if not splitting_axes(degrees, degrees):
         return x
     _check_divisible(x, entries, degrees, where)
     spec = spec_over(tuple(degrees), entries)
@@ -169,6 +164,19 @@ def _degrees_of_model(mesh: AnyMesh | None) -> dict[str, int]:
     if not _compat.manual_axes():
         return {}  # in global view, or in no model: no constraint
     return _compat.automatic_axes()
+
+
+def _check_axes_of_model(entries: Sequence[Entry], where: str) -> None:
+    """Raises for axes over which a model cannot split its activations."""
+    not_of_model = [axis for axis in axes_in(entries) if axis not in AXES or axis in REGION_AXES]
+    if not_of_model:
+        raise CallError(
+            "An activation cannot be split over this axis.",
+            where=where,
+            why=f"{', '.join(map(repr, not_of_model))}: only 'tensor' is the model's; others split the batch and"
+            " sequences.",
+            do='js.parallel.hold(x, None, "tensor")',
+        )
 
 
 def _check_divisible(x: jax.Array, entries: Sequence[Entry], degrees: Mapping[str, int], where: str) -> None:

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from jshard import _compat
@@ -84,12 +84,11 @@ class _PartFinder:
 
     def __init__(self, jaxpr: Jaxpr, specs: Mapping[Var, PartitionSpec]) -> None:
         self._eqns: Sequence[JaxprEqn] = jaxpr.eqns
-        self._results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+        self._results = set(_variables(jaxpr.outvars))
         self._specs: Specs = dict(specs)
         self._makers: dict[Var, int] = {}
         self._readers: dict[Var, set[int]] = collections.defaultdict(set)
         for i, eqn in enumerate(self._eqns):
-            # Arguments and captured arrays have no maker.
             for variable in eqn.outvars:
                 self._makers[variable] = i
             for variable in variables_read(eqn):
@@ -97,6 +96,11 @@ class _PartFinder:
 
     def _reads(self, i: int) -> list[Var]:
         return variables_read(self._eqns[i])
+
+    def _sources(self, i: int) -> list[int]:
+        """Returns the equations whose results an equation reads."""
+        # Arguments and captured arrays have no maker.
+        return [self._makers[variable] for variable in self._reads(i) if variable in self._makers]
 
     def parts(self) -> list[MatrixPart]:
         """Returns the parts."""
@@ -139,12 +143,12 @@ class _PartFinder:
         # One pass in each direction suffices: equations come after those whose results they read.
         after = set(mixing)
         for i in range(len(self._eqns)):
-            if any(self._makers.get(variable) in after for variable in self._reads(i)):
+            if not after.isdisjoint(self._sources(i)):
                 after.add(i)
         before = set(mixing)
         for i in reversed(range(len(self._eqns))):
             if i in before:
-                before.update(self._makers[variable] for variable in self._reads(i) if variable in self._makers)
+                before.update(self._sources(i))
         return after & before
 
     def _connected(self, equations: set[int]) -> list[list[int]]:
@@ -158,10 +162,9 @@ class _PartFinder:
             return i
 
         for i in equations:
-            for variable in self._reads(i):
-                maker = self._makers.get(variable)
-                if maker in parents:
-                    parents[root(i)] = root(maker)
+            for source in self._sources(i):
+                if source in parents:
+                    parents[root(i)] = root(source)
         groups: dict[int, list[int]] = collections.defaultdict(list)
         # By number, so that the equations of a group are in an order in which they can run.
         for i in sorted(equations):
@@ -181,8 +184,9 @@ class _PartFinder:
         def run(*values: jax.Array) -> list[jax.Array]:
             return run_equations(eqns, dict(zip(inputs, values, strict=True)), outputs)
 
+        types = [variable.aval for variable in inputs]
         return MatrixPart(
-            program=jax.make_jaxpr(run)(*(variable.aval for variable in inputs)),
+            program=jax.make_jaxpr(run)(*types),
             inputs=tuple(inputs),
             specs=tuple(self._specs.get(variable) for variable in inputs),
             outputs=tuple(outputs),
@@ -194,17 +198,16 @@ class _PartFinder:
         of_part = set(equations)
         constants: dict[int, None] = {}  # a set that keeps its order
 
-        def add_makers(i: int) -> None:
-            for variable in self._reads(i):
-                maker = self._makers.get(variable)
-                if maker is None or maker in constants or maker in of_part:
+        def add_sources(i: int) -> None:
+            for source in self._sources(i):
+                if source in constants or source in of_part:
                     continue
-                if self._is_constant(maker):
-                    add_makers(maker)  # first, as its results are needed
-                    constants[maker] = None
+                if self._is_constant(source):
+                    add_sources(source)  # first, as its results are needed
+                    constants[source] = None
 
         for i in equations:
-            add_makers(i)
+            add_sources(i)
         return list(constants)
 
     def _is_constant(self, i: int) -> bool:
@@ -242,14 +245,8 @@ class _PartFinder:
 
 def _is_product(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a product or a decomposition, or a loop or branch, which may hold one."""
-    return eqn.primitive.name in _PRODUCTS or any(_has_program(value) for value in eqn.params.values())
-
-
-def _has_program(value: object) -> bool:
-    if isinstance(value, tuple):
-        return any(_has_program(element) for element in value)
-    # A closed program, or one without constants.
-    return hasattr(value, "jaxpr") or hasattr(value, "eqns")
+    has_program = next(jaxprs_in_params(eqn.params), None) is not None
+    return has_program or eqn.primitive.name in _PRODUCTS
 
 
 # ---- programs run equation by equation
@@ -257,12 +254,16 @@ def _has_program(value: object) -> bool:
 
 def variables_read(eqn: JaxprEqn) -> list[Var]:
     """Returns the operands of an equation that are variables."""
-    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+    return _variables(eqn.invars)
 
 
-def value_of(atom: Var | Literal, known: Values) -> jax.Array:
-    """Returns the array of an operand."""
-    return atom.val if isinstance(atom, Literal) else known[atom]
+def _variables(atoms: Sequence[Var | Literal]) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def values_of(atoms: Sequence[Var | Literal], known: Values) -> list[jax.Array]:
+    """Returns the arrays of some operands."""
+    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
 
 def inlined(closed: ClosedJaxpr, arrays: Sequence[jax.Array]) -> ClosedJaxpr:
@@ -280,9 +281,9 @@ def evaluated(closed: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
 def run_equations(eqns: Sequence[JaxprEqn], known: Values, results: Sequence[Var | Literal]) -> list[jax.Array]:
     """Runs equations in their order and returns some variables; adds all that they compute to `known`."""
     for eqn in eqns:
-        operands = [value_of(atom, known) for atom in eqn.invars]
-        known.update(zip(eqn.outvars, _run_inlined(eqn, operands), strict=True))
-    return [value_of(atom, known) for atom in results]
+        computed = _run_inlined(eqn, values_of(eqn.invars, known))
+        known.update(zip(eqn.outvars, computed, strict=True))
+    return values_of(results, known)
 
 
 def _run_inlined(eqn: JaxprEqn, operands: list[jax.Array]) -> list[jax.Array]:

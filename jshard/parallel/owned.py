@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
@@ -35,12 +35,12 @@ from jshard.parallel.matrix_parts import (
     evaluated,
     find_parts,
     inlined,
-    value_of,
+    values_of,
     variables_read,
 )
 from jshard.plans.array_paths import key_texts
-from jshard.plans.mesh import AnyMesh
-from jshard.plans.model_axes import axes_of
+from jshard.plans.mesh import AnyMesh, splitting_axes
+from jshard.plans.model_axes import axes_in, num_pieces
 from jshard.plans.state_places import update_layout
 
 
@@ -85,9 +85,16 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
                 ")))",
             )
         paths_and_leaves, tree = jax.tree.flatten_with_path((grads, state, params, extra))
-        leaves = [leaf for _, leaf in paths_and_leaves]
-        # A tracer is a `jax.Array`, too.
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        leaves = []
+        positions = []  # of the arrays among the leaves
+        arrays = []
+        specs = []
+        for i, (path, leaf) in enumerate(paths_and_leaves):
+            leaves.append(leaf)
+            if isinstance(leaf, jax.Array):  # a tracer is one, too
+                positions.append(i)
+                arrays.append(leaf)
+                specs.append(layout.places.spec(key_texts(path), leaf.shape))
 
         def update_arrays(*arrays: jax.Array) -> PyTree:
             """Updates from the arrays among the leaves; the others, such as numbers, are constants."""
@@ -97,12 +104,6 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
             grads, state, params, extra = jax.tree.unflatten(tree, all_leaves)
             return plain.update(grads, state, params, **extra)
 
-        arrays = []
-        specs = []
-        for i in positions:
-            path, array = paths_and_leaves[i]
-            arrays.append(array)
-            specs.append(layout.places.spec(key_texts(path), array.shape))
         return _OwnedUpdate(update_arrays, arrays, specs, layout.mesh).run(arrays)
 
     return optax.GradientTransformationExtraArgs(plain.init, cast(optax.TransformUpdateExtraArgsFn, update))
@@ -128,6 +129,7 @@ class _OwnedUpdate:
         self, fn: Callable[..., PyTree], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: AnyMesh
     ) -> None:
         self._mesh = mesh
+        self._degrees = dict(mesh.shape)
         traced, result_shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
         self._result_tree = jax.tree.structure(result_shapes)
         # Inlined, because the equations of a matrix may be in several functions with `jit`.
@@ -141,7 +143,7 @@ class _OwnedUpdate:
 
     def _axes(self, spec: PartitionSpec) -> tuple[str, ...]:
         """Returns the mesh axes over which an array is split."""
-        return tuple(axis for entry in spec for axis in axes_of(entry) if self._mesh.shape[axis] > 1)
+        return splitting_axes(axes_in(spec), self._degrees)
 
     def _batched(self, parts: Sequence[MatrixPart]) -> list[_MatrixBatch]:
         """Groups equal parts; the groups that are too small for their devices are left to the compiler."""
@@ -178,8 +180,7 @@ class _OwnedUpdate:
                     still_waiting.append(task)
             assert len(still_waiting) < len(waiting), "parts are convex: none waits for its own results"
             waiting = still_waiting
-        results = [value_of(atom, known) for atom in jaxpr.outvars]
-        return jax.tree.unflatten(self._result_tree, results)
+        return jax.tree.unflatten(self._result_tree, values_of(jaxpr.outvars, known))
 
     def _tasks(self) -> list[_UpdateTask]:
         """Returns the equations outside the batches, in their order, and then the batches."""
@@ -193,14 +194,16 @@ class _OwnedUpdate:
             if i not in in_batches:
                 tasks.append(_UpdateTask(variables_read(eqn), functools.partial(_run_equation, eqn)))
         for batch in self._batches:
-            needed = [variable for part in batch.parts for variable in part.inputs]
+            needed: list[Var] = []
+            for part in batch.parts:
+                needed += part.inputs
             tasks.append(_UpdateTask(needed, batch.run))
         return tasks
 
 
 def _run_equation(eqn: JaxprEqn, known: Values) -> Values:
-    operands = [value_of(atom, known) for atom in eqn.invars]
-    return dict(zip(eqn.outvars, _compat.bind(eqn, operands), strict=True))
+    results = _compat.bind(eqn, values_of(eqn.invars, known))
+    return dict(zip(eqn.outvars, results, strict=True))
 
 
 class _MatrixBatch:
@@ -214,7 +217,7 @@ class _MatrixBatch:
 
     def __init__(self, parts: Sequence[MatrixPart], spec: PartitionSpec, axes: tuple[str, ...], mesh: AnyMesh) -> None:
         self.parts = parts
-        self.num_owners = math.prod(mesh.shape[axis] for axis in axes)
+        self.num_owners = num_pieces(axes, dict(mesh.shape))
         self.num_layers = _num_layers(parts[0], spec)
         self._mesh = mesh
         if self.num_layers > len(parts):
@@ -238,8 +241,9 @@ class _MatrixBatch:
                 values.append(known[variables[0]])
                 dims.append(None)
                 continue
-            # Modulo: the stack may have more places than there are matrices.
-            stacked = jnp.stack([known[variables[i % len(variables)]] for i in range(self._count)])
+            # Repeated from the first: the stack may have more places than there are matrices.
+            filled_up = itertools.islice(itertools.cycle(variables), self._count)
+            stacked = jnp.stack([known[variable] for variable in filled_up])
             values.append(self._placed(stacked, _stacked(spec), self._spec_of_owners))
             dims.append(0)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import cast
 
 import jax
@@ -11,7 +12,15 @@ from jax.typing import ArrayLike
 
 from jshard._types import PyTree
 from jshard.errors import CallError
-from jshard.plans.mesh import CONTEXT, batch_sharding, check_mesh, data_axes, data_degree, degree, num_processes
+from jshard.plans.mesh import (
+    CONTEXT,
+    batch_sharding,
+    check_mesh,
+    data_degree,
+    data_degrees_text,
+    degree,
+    num_processes,
+)
 from jshard.plans.numeric import is_numeric
 
 
@@ -41,22 +50,25 @@ def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
         raise _not_numbers(batch)
     if not all(map(layout.splits, leaves)):
         raise _not_divisible(batch, mesh, layout)
-    shapes = [layout.global_shape(x) for x in leaves]
-    shardings = [batch_sharding(mesh, shape) for shape in shapes]
+    shardings = [batch_sharding(mesh, layout.global_shape(x)) for x in leaves]
+    context_degree = degree(mesh, CONTEXT)
     splits_sequence = any(CONTEXT in sharding.spec for sharding in shardings)
-    if degree(mesh, CONTEXT) > 1 and not splits_sequence:
-        raise _no_sequence(batch, degree(mesh, CONTEXT))
+    # One array is enough: others of a batch, such as one label for each row, may have no sequence.
+    if context_degree > 1 and not splits_sequence:
+        raise _no_sequence(batch, context_degree)
     if layout.is_alone:  # its rows are the whole batch
         return jax.device_put(batch, jax.tree.unflatten(tree, shardings))
     placed = []
-    for sharding, x, shape in zip(shardings, leaves, shapes, strict=True):
-        placed.append(jax.make_array_from_process_local_data(sharding, np.asarray(x), shape))
+    for x, sharding in zip(leaves, shardings, strict=True):
+        rows = np.asarray(x)
+        placed.append(jax.make_array_from_process_local_data(sharding, rows, layout.global_shape(x)))
     return jax.tree.unflatten(tree, placed)
 
 
-def _named_leaves(batch: PyTree) -> list[tuple[str, ArrayLike]]:
-    """Returns the arrays of a batch, each with its path as the user would write it."""
-    return [(f"batch{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.leaves_with_path(batch)]
+def _named_leaves(batch: PyTree) -> Iterator[tuple[str, ArrayLike]]:
+    """Yields the arrays of a batch, each with its path as the user would write it."""
+    for path, x in jax.tree.leaves_with_path(batch):
+        yield f"batch{jax.tree_util.keystr(path)}", x
 
 
 def _with_shape(path: str, x: ArrayLike) -> str:
@@ -86,12 +98,15 @@ def _not_numbers(batch: PyTree) -> CallError:
 
 
 def _not_divisible(batch: PyTree, mesh: Mesh, layout: "_BatchLayout") -> CallError:
-    axes = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
+    uneven = []
+    for path, x in _named_leaves(batch):
+        if not layout.splits(x):
+            uneven.append(_with_shape(path, x))
     from_each = f" from each of {layout.parts} processes" if layout.parts > 1 else ""
     return CallError(
         "The batch cannot be split over the data shards.",
-        where=[_with_shape(path, x) for path, x in _named_leaves(batch) if not layout.splits(x)],
-        why=f"that many rows{from_each} over {layout.shards} data shards ({axes}).",
+        where=uneven,
+        why=f"that many rows{from_each} over {layout.shards} data shards ({data_degrees_text(mesh)}).",
         do=f"use a global batch that is a multiple of {layout.shards}.",
     )
 
@@ -112,12 +127,13 @@ class _BatchLayout:
 
     def splits(self, x: ArrayLike) -> bool:
         """Returns whether the rows that this process has are its part of a batch that the data shards divide."""
+        # A scalar has no rows to split.
         return np.ndim(x) > 0 and np.shape(x)[0] * self.parts % self.shards == 0
 
     def global_shape(self, x: ArrayLike) -> tuple[int, ...]:
         """Returns the shape of the array of all processes."""
-        rows, *others = np.shape(x)
-        return (rows * self.parts, *others)
+        rows, *row_shape = np.shape(x)
+        return (rows * self.parts, *row_shape)
 
 
 @functools.lru_cache(maxsize=8)

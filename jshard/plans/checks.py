@@ -12,8 +12,8 @@ from flax.nnx.filterlib import Filter
 from jshard import _compat
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
-from jshard.plans.mesh import EXPERT, TENSOR, AnyMesh, degree
-from jshard.plans.model_axes import Entry, axes_of
+from jshard.plans.mesh import EXPERT, TENSOR, AnyMesh, splitting_axes
+from jshard.plans.model_axes import axes_in
 from jshard.plans.numeric import is_numeric
 from jshard.plans.placement import PARAMS, Placement, PlacementPolicy
 from jshard.plans.policies import UnitPolicy, check_setting
@@ -26,6 +26,7 @@ from jshard.plans.units import (
     Unit,
     dotted,
     inside,
+    located,
     occurrences,
     plain_class,
     unit_of,
@@ -99,27 +100,28 @@ def check_axes_are_placed(
     module: nnx.Module, params: Iterable[tuple[Path, nnx.Param, Placement]], mesh: AnyMesh
 ) -> None:
     """Raises if a parameter names an axis of the mesh that its placement lacks: it was named after the annotation."""
-    model_axes = {axis for axis in (TENSOR, EXPERT) if degree(mesh, axis) > 1}
+    model_axes = set(splitting_axes((TENSOR, EXPERT), dict(mesh.shape)))
     if not model_axes:
         return
     late: dict[Path, nnx.Param] = {}
     for path, variable, placement in params:
-        named_axes = _axes_in(variable.get_metadata("out_sharding", None) or ())
-        missing_axes = model_axes - _axes_in(placement.spec)
-        if named_axes & missing_axes:
+        named_axes = axes_in(variable.get_metadata("out_sharding", None) or ())
+        missing_axes = model_axes.difference(axes_in(placement.spec))
+        if not missing_axes.isdisjoint(named_axes):
             late[path] = variable
     if not late:
         return
     # A rule for a name that is also an axis's sends it elsewhere, or nowhere: then the axis is missing by request.
-    # Of all units: each has its own rules.
-    ruled_names = {name for unit in units_in(module).values() for name, _ in unit.placement.axis_rules}
-    if model_axes - ruled_names:
-        kind = plain_class(module).__name__
-        raise _named_too_late([f"{kind}: {dotted(p)}  out_sharding={v.out_sharding}" for p, v in late.items()])
-
-
-def _axes_in(spec: Iterable[Entry]) -> set[str]:
-    return {axis for entry in spec for axis in axes_of(entry)}
+    ruled_names: set[str] = set()
+    for unit in units_in(module).values():  # each has its own rules
+        ruled_names.update(dict(unit.placement.axis_rules))
+    if model_axes <= ruled_names:
+        return
+    kind = plain_class(module).__name__
+    places = []
+    for path, variable in late.items():
+        places.append(f"{kind}: {dotted(path)}  out_sharding={variable.out_sharding}")
+    raise _named_too_late(places)
 
 
 def _named_too_late(where: list[str]) -> AnnotationError:
@@ -138,11 +140,11 @@ def _named_too_late(where: list[str]) -> AnnotationError:
 
 def check_variables(module: Node) -> None:
     """Raises for variables of a model that hold other objects than arrays and numbers."""
-    wrong = [
-        f"{plain_class(module).__name__}: {dotted(path)}  {type(leaf).__name__}"
-        for path, leaf in _variable_leaves(module)
-        if not is_numeric(leaf)
-    ]
+    kind = plain_class(module).__name__
+    wrong = []
+    for path, leaf in _variable_leaves(module):
+        if not is_numeric(leaf):
+            wrong.append(f"{kind}: {dotted(path)}  {type(leaf).__name__}")
     if wrong:
         raise AnnotationError(
             "A variable of the model holds an object that is not an array.",
@@ -162,10 +164,14 @@ def _variable_leaves(module: object) -> Iterator[tuple[Path, object]]:
 
 def check_has_parameters(modules: list[nnx.Module]) -> None:
     """Raises if nothing would be sharded, though there are float arrays: they are not in an `nnx.Param`."""
-    has_parameter = any(True for module in modules for _ in occurrences(module))
-    if has_parameter:
-        return
-    other_arrays = [f"{plain_class(module).__name__}: {other}" for module in modules for other in others_of(module)]
+    other_arrays = []
+    for module in modules:
+        has_parameter = next(occurrences(module), None) is not None
+        if has_parameter:
+            return
+        kind = plain_class(module).__name__
+        for array in others_of(module):
+            other_arrays.append(f"{kind}: {array}")
     if other_arrays:  # a module without any float array, such as a dropout, may be a unit
         do = "self.kernel = nnx.Param(kernel)  # instead of a plain array or nnx.Variable(kernel)"
         raise nothing_to_shard(other_arrays, needed="an nnx.Param", do=do)
@@ -208,8 +214,11 @@ def check_unit(unit: Unit) -> None:
 def _changed_settings(policy: UnitPolicy) -> list[str]:
     """Returns the names of the settings that differ from the defaults; `group` is not a setting of the user."""
     default = UnitPolicy(group=policy.group)
-    names = [field.name for field in dataclasses.fields(policy)]
-    return [name for name in names if getattr(policy, name) != getattr(default, name)]
+    changed = []
+    for field in dataclasses.fields(policy):
+        if getattr(policy, field.name) != getattr(default, field.name):
+            changed.append(field.name)
+    return changed
 
 
 def check_new_unit(module: nnx.Module, unit: Unit) -> None:
@@ -227,7 +236,7 @@ def check_new_unit(module: nnx.Module, unit: Unit) -> None:
     if other_meshes:
         raise AnnotationError(
             "Units of one model are on different meshes.",
-            where=[f"{name}: {dotted(path)}" for path in other_meshes],
+            where=located(name, other_meshes),
             why=f"the enclosing module is on {dict(unit.mesh.shape)}, or on other devices.",
             do="mesh = js.mesh(fsdp=-1)  # one mesh for every js.fully_shard",
         )
@@ -243,7 +252,7 @@ def check_new_unit(module: nnx.Module, unit: Unit) -> None:
     if inner_units and not unit.placement.gathered:  # they could not gather: no region is opened
         raise AnnotationError(
             "A unit that is never gathered has units inside.",
-            where=[f"{name}: {dotted(path)}" for path in inner_units],
+            where=located(name, inner_units),
             why="its whole call runs as written, including theirs.",
             do="annotate only the part that must not be gathered: js.fully_shard(model.tables, mesh=mesh,"
             " placement=js.PlacementPolicy(gathered=False));"
@@ -263,11 +272,11 @@ def no_unit_chosen(kind: str, units: str, kinds: Mapping[str, str], pattern: str
         kinds: classes of the submodules, each with the path of one.
         pattern: an example of a choice by path.
     """
-    submodules = ", ".join(f"{name} ({path})" for name, path in kinds.items()) or "none"
+    submodules = [f"{name} ({path})" for name, path in kinds.items()]
     return AnnotationError(
         "No submodule matches the choice of units.",
         where=f"fully_shard({kind}, units={units})",
-        why=f"the submodules are {submodules}.",
+        why=f"the submodules are {', '.join(submodules) or 'none'}.",
         do=f'name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="{pattern}".',
     )
 
@@ -276,8 +285,10 @@ def check_patterns_used(choice: Filter, paths: set[str], setting: str = "ignored
     """Raises for a pattern in `ignored`, or another setting, that matches none of the paths."""
     # `as_filter` makes a tuple of a list of choices.
     filters = choice if isinstance(choice, tuple) else (choice,)
-    patterns = [one.pattern for one in filters if isinstance(one, PathPattern)]
-    unused = [pattern for pattern in patterns if not any(fnmatch.fnmatch(path, pattern) for path in paths)]
+    unused = []
+    for part in filters:
+        if isinstance(part, PathPattern) and not fnmatch.filter(paths, part.pattern):
+            unused.append(part.pattern)
     if unused:
         from_unit = " or from a unit in it" if setting == "ignored" else ""
         ellipsis = ", ..." if len(paths) > _LISTED_PATHS else ""

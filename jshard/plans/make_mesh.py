@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jshard._text import counted
 from jshard.errors import MeshError
-from jshard.plans.mesh import AXES, CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, AnyMesh, Device, slice_of
+from jshard.plans.mesh import AXES, CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, AnyMesh, Device, degrees_text, slice_of
 
 Devices: TypeAlias = Sequence[Device] | int | None
 """The devices of a mesh; a number, of a mesh whose devices need not exist; None, all devices."""
@@ -83,22 +83,31 @@ def mesh(
     """
     requested = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
     if isinstance(devices, int):  # for plans of machines that are not here
-        shape = _shape_for(requested, unknown, devices, devices)
-        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+        degrees = _degrees_for(requested, unknown, devices, devices)
+        sizes = tuple(degrees.values())
+        return AbstractMesh(sizes, tuple(degrees), axis_types=_auto_axes(degrees))
     chosen = list(jax.devices() if devices is None else devices)
-    shape = _shape_for(requested, unknown, len(chosen), devices)
-    sizes = tuple(shape.values())
-    if chosen[0].platform == "tpu":
-        arranged = _in_torus(chosen, sizes)
-    else:  # of a reshaped array the last axis varies fastest: its devices are neighbours
-        arranged = np.array(sorted(chosen, key=_nearness)).reshape(sizes)
-    return Mesh(arranged, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    degrees = _degrees_for(requested, unknown, len(chosen), devices)
+    arranged = _arranged(chosen, tuple(degrees.values()))
+    return Mesh(arranged, tuple(degrees), axis_types=_auto_axes(degrees))
 
 
-def _shape_for(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Devices) -> dict[str, int]:
+def _degrees_for(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Devices) -> dict[str, int]:
     """Returns the axes of the mesh and their degrees; axes on demand are left out at degree 1."""
-    degrees = _fill(requested, unknown, count, devices)
-    return {axis: n for axis, n in degrees.items() if axis not in _ON_DEMAND or n > 1}
+    return _without_default_axes(_fill(requested, unknown, count, devices))
+
+
+def _auto_axes(degrees: Mapping[str, int]) -> tuple[AxisType, ...]:
+    return (AxisType.Auto,) * len(degrees)
+
+
+def _arranged(devices: Sequence[Device], sizes: tuple[int, ...]) -> np.ndarray:
+    """Returns the devices as an array of these sizes, with neighbours along the last axes."""
+    if devices[0].platform == "tpu":
+        return _in_torus(devices, sizes)
+    # Of a reshaped array the last axis varies fastest: its devices are neighbours.
+    nearest_together = sorted(devices, key=_nearness)
+    return np.array(nearest_together).reshape(sizes)
 
 
 def _nearness(device: Device) -> tuple[int, int, int]:
@@ -108,24 +117,30 @@ def _nearness(device: Device) -> tuple[int, int, int]:
 
 def _in_torus(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarray:
     """Arranges TPUs by position in the torus of their slice; the outermost axes span the slices."""
-    slices = len({slice_of(device) for device in devices})
-    remaining = slices
+    num_slices = len({slice_of(device) for device in devices})
+    if num_slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    remaining = num_slices
     slices_per_axis = []
+    sizes_in_slice = []
     for size in sizes:  # the outermost first: the links between slices are the slowest
         # As many slices as the axis can span.
-        slices_per_axis.append(math.gcd(size, remaining))
-        remaining //= slices_per_axis[-1]
+        spanned = math.gcd(size, remaining)
+        slices_per_axis.append(spanned)
+        sizes_in_slice.append(size // spanned)
+        remaining //= spanned
     if remaining > 1:
-        raise MeshError(
-            "The mesh cannot span the slices.",
-            where=f"degrees {' x '.join(map(str, sizes))}",
-            why=f"the devices form {slices} slices, and no degrees contain their factors.",
-            do=f"mesh = js.mesh(replica={slices})  # a copy of the model on each slice",
-        )
-    if slices == 1:
-        return mesh_utils.create_device_mesh(sizes, devices)
-    sizes_in_slice = [size // n for size, n in zip(sizes, slices_per_axis, strict=True)]
+        raise _cannot_span_slices(sizes, num_slices)
     return mesh_utils.create_hybrid_device_mesh(sizes_in_slice, slices_per_axis, devices)
+
+
+def _cannot_span_slices(sizes: Sequence[int], num_slices: int) -> MeshError:
+    return MeshError(
+        "The mesh cannot span the slices.",
+        where=f"degrees {' x '.join(map(str, sizes))}",
+        why=f"the devices form {num_slices} slices, and no degrees contain their factors.",
+        do=f"mesh = js.mesh(replica={num_slices})  # a copy of the model on each slice",
+    )
 
 
 def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, devices: Devices) -> dict[str, int]:
@@ -139,13 +154,15 @@ def _fill(requested: dict[str, int], unknown: dict[str, int], count: int, device
     """
     problem = _problem_of(requested, unknown, count, devices)
     if problem is not None:
-        mentioned = _mentioned(requested) | unknown
-        where = "js.mesh(" + ", ".join(f"{axis}={n}" for axis, n in mentioned.items()) + ")"
+        call = _without_default_axes(requested) | unknown
         do = _nearest_call(requested, count, devices) + problem.hint
-        raise MeshError(problem.what, where=where, why=problem.why, do=do)
-    fixed = _product(requested)
-    # At most one is -1, and `fixed` divides the count: checked above.
-    return {axis: count // fixed if n == -1 else n for axis, n in requested.items()}
+        raise MeshError(problem.what, where=f"js.mesh({degrees_text(call)})", why=problem.why, do=do)
+    degrees = dict(requested)
+    for axis, n in requested.items():
+        if n == -1:
+            # At most one is -1, and the product of the others divides the count: checked above.
+            degrees[axis] = count // _product(requested)
+    return degrees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +206,10 @@ def _problem_of_count(
     """Returns what is wrong with the number of devices, or None. The degrees are valid, one of them may be -1."""
     fixed = _product(requested)
     fits = count % fixed == 0 if has_open_axis else count == fixed
+    # 0 is a multiple of every product, and no mesh has 0 devices.
     if count >= 1 and fits:
         return None
-    factors = " x ".join(str(n) for n in _mentioned(requested).values() if n != -1)
+    factors = " x ".join(str(n) for n in _without_default_axes(requested).values() if n != -1)
     relation = "does not divide" if has_open_axis and count > 0 else "is not"
     return _Problem(
         what="The mesh does not match the devices.",
@@ -205,9 +223,14 @@ def _is_degree(n: object) -> TypeGuard[int]:
     return type(n) is int and (n >= 1 or n == -1)
 
 
-def _mentioned(requested: Mapping[str, int]) -> dict[str, int]:
-    """Returns the degrees that a message names: all but axes on demand that the user left at 1."""
-    return {axis: n for axis, n in requested.items() if axis not in _ON_DEMAND or type(n) is not int or n != 1}
+def _without_default_axes(degrees: Mapping[str, int]) -> dict[str, int]:
+    """Returns the degrees of the axes that a mesh or a message names: all but axes on demand of degree 1."""
+    named = {}
+    for axis, n in degrees.items():
+        is_one = type(n) is int and n == 1  # True is a mistake, which the message must show
+        if axis not in _ON_DEMAND or not is_one:
+            named[axis] = n
+    return named
 
 
 def _product(degrees: Mapping[str, int]) -> int:
@@ -217,9 +240,9 @@ def _product(degrees: Mapping[str, int]) -> int:
 
 def nearest_degrees(requested: Mapping[str, object], count: int) -> dict[str, int]:
     """Returns degrees for a number of devices, close to the requested ones: one axis takes the rest."""
+    # The request may be the faulty one: what is no axis or no degree counts as not given.
     degrees = {axis: n for axis, n in requested.items() if axis in AXES and _is_degree(n)}
-    # Without a -1 `fsdp` takes the rest, as by default.
-    rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
+    rest = _axis_of_rest(degrees)
     nearest = {rest: -1}
     remaining = max(count, 1)
     for axis in reversed(AXES):  # the innermost keeps as much as it can
@@ -231,17 +254,27 @@ def nearest_degrees(requested: Mapping[str, object], count: int) -> dict[str, in
     return {axis: nearest[axis] for axis in AXES if axis == FSDP or nearest[axis] != 1}
 
 
+def _axis_of_rest(degrees: Mapping[str, int]) -> str:
+    """Returns the outermost axis of degree -1; without one `fsdp`, which takes the rest by default."""
+    for axis in AXES:
+        if degrees.get(axis) == -1:
+            return axis
+    return FSDP
+
+
 def _largest_divisor(number: int, *, at_most: int) -> int:
-    return max(n for n in range(1, min(at_most, number) + 1) if number % n == 0)
+    divisor = min(at_most, number)
+    while number % divisor:  # ends at 1, which divides every number
+        divisor -= 1
+    return divisor
 
 
 def _nearest_call(requested: Mapping[str, object], count: int, devices: Devices) -> str:
     """Returns the call of `mesh` nearest to the requested one that works on the given devices."""
-    words = [f"{axis}={n}" for axis, n in nearest_degrees(requested, count).items()]
+    arguments: dict[str, object] = dict(nearest_degrees(requested, count))
     if devices is not None and count > 0:
-        same_devices = devices if isinstance(devices, int) else f"jax.devices()[:{count}]"
-        words.append(f"devices={same_devices}")
-    return f"js.mesh({', '.join(words)})"
+        arguments["devices"] = devices if isinstance(devices, int) else f"jax.devices()[:{count}]"
+    return f"js.mesh({degrees_text(arguments)})"
 
 
 def _other_devices(needed: int, count: int, devices: Devices) -> str:

@@ -23,15 +23,18 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
     has_offload = bool(offload) or activations
     if not has_offload or not isinstance(mesh, Mesh):
         return
-    kinds = {device: _compat.memory_kinds(device) for device in mesh.devices.flat}
-    # A device that reports no kinds at all says nothing about host memory.
-    lacking = {device: reported for device, reported in kinds.items() if reported and HOST_KIND not in reported}
+    lacking = []
+    for device in mesh.devices.flat:
+        kinds = _compat.memory_kinds(device)
+        # A device that reports no kinds at all says nothing about host memory.
+        if kinds and HOST_KIND not in kinds:
+            lacking.append(f"{device}  memories: {', '.join(kinds)}")
     if lacking:
         setting = f"offload={offload!r}" if offload else 'remat="offload"'
         raise MeshError(
             "These devices have no host memory to offload to.",
-            where=[f"{device}  memories: {', '.join(reported)}" for device, reported in lacking.items()],
-            why=f"{setting} needs memory of the kind {HOST_KIND!r}; {len(lacking)} of {len(kinds)} devices lack it.",
+            where=lacking,
+            why=f"{setting} needs memory of the kind {HOST_KIND!r}; {len(lacking)} of {mesh.size} devices lack it.",
             do='omit it; remat="full" and accumulate=2 save memory on the device.',
         )
 

@@ -1,7 +1,7 @@
 """The axes of a mesh: `replica` copies, each sharded over `fsdp`, and further axes: `expert`, `context`, `tensor`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -101,7 +101,23 @@ def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
 
 def inner_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Returns the axes of the mesh over which a data shard's program is split further."""
-    return tuple(axis for axis in INNER_AXES if degree(mesh, axis) > 1)
+    return splitting_axes(INNER_AXES, dict(mesh.shape))
+
+
+def splitting_axes(axes: Iterable[str], degrees: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes that split something: those of a degree above 1."""
+    # As in `degree`, an axis that the mesh lacks counts as one of degree 1.
+    return tuple(axis for axis in axes if degrees.get(axis, 1) > 1)
+
+
+def degrees_text(degrees: Mapping[str, object]) -> str:
+    """Returns degrees as arguments of `js.mesh`: `replica=2, fsdp=4`."""
+    return ", ".join(f"{axis}={n}" for axis, n in degrees.items())
+
+
+def data_degrees_text(mesh: AnyMesh) -> str:
+    """Returns the data axes with their degrees, for messages."""
+    return degrees_text({axis: degree(mesh, axis) for axis in data_axes(mesh)})
 
 
 def region_axes(mesh: AnyMesh) -> tuple[str, ...]:
@@ -162,8 +178,7 @@ def hosts_along(mesh: AnyMesh, axis: str) -> int:
 
 def _host_of(mesh: Mesh) -> Callable[[Device], int]:
     """Returns a function from a device to its host."""
-    processes = {device.process_index for device in mesh.devices.flat}
-    has_process_for_each_device = len(processes) == mesh.size
+    has_process_for_each_device = num_processes(mesh) == mesh.size
     if has_process_for_each_device:  # a slice is a host there
         return slice_of
     return lambda device: device.process_index

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
 from jshard.errors import AnnotationError
-from jshard.plans.mesh import AXES, EXPERT, FSDP, TENSOR
+from jshard.plans.mesh import AXES, EXPERT, FSDP, TENSOR, splitting_axes
 
 Entry = str | tuple[str, ...] | None
 """The mesh axes of one dim, or a model's names for them, as in a `PartitionSpec`."""
@@ -20,11 +20,27 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
+def axes_in(spec: Iterable[Entry]) -> tuple[str, ...]:
+    """Returns the mesh axes in all entries of a spec, or the model's names in its annotation, in their order."""
+    return tuple(axis for entry in spec for axis in axes_of(entry))
+
+
+def num_pieces(axes: Iterable[str], degrees: Mapping[str, int]) -> int:
+    """Returns into how many pieces some axes split a dim together."""
+    return math.prod(degrees[axis] for axis in axes)
+
+
+def degree_of(entry: Entry, degrees: Mapping[str, int]) -> int:
+    """Returns over how many devices an entry of a spec splits its dim."""
+    return num_pieces(axes_of(entry), degrees)
+
+
 def spec_over(axes: Sequence[str], entries: Sequence[Entry]) -> PartitionSpec:
     """Returns a spec restricted to some axes, for a region that is manual over them."""
     restricted = []
     for entry in entries:
-        restricted.append(tuple(axis for axis in axes_of(entry) if axis in axes) or None)
+        manual_axes = tuple(axis for axis in axes_of(entry) if axis in axes)
+        restricted.append(manual_axes or None)
     return PartitionSpec(*restricted)
 
 
@@ -44,8 +60,11 @@ def entries_of_model(
         degrees: of the mesh axes.
         axis_rules: the axes that names stand for.
     """
-    resolved = tuple(_without_idle_axes(_by_rules(entry, axis_rules), degrees) for entry in model_axes)
-    annotation = _ModelAnnotation(path, tuple(shape), model_axes, resolved)
+    resolved: list[Entry] = []
+    for names in model_axes:
+        entry = _by_rules(names, axis_rules)
+        resolved.append(_without_idle_axes(entry, degrees))
+    annotation = _ModelAnnotation(path, tuple(shape), model_axes, tuple(resolved))
     annotation.check_names_are_known({*axis_rules, *AXES}, degrees)
     annotation.check_axes_split_one_dim(degrees)
     annotation.check_dims_divide(degrees)
@@ -57,10 +76,12 @@ def entries_of_model(
 def _by_rules(entry: Entry, rules: Mapping[str, Entry]) -> Entry:
     """Returns a model's own annotation of a dim as axes of the mesh."""
     names = axes_of(entry)
-    if not any(name in rules for name in names):
+    if rules.keys().isdisjoint(names):
         return entry
-    # A name without a rule may itself be an axis.
-    axes = [axis for name in names for axis in axes_of(rules.get(name, name))]
+    axes: list[str] = []
+    for name in names:
+        # A name without a rule may itself be an axis.
+        axes += axes_of(rules.get(name, name))
     if len(axes) == 1:
         return axes[0]
     return tuple(axes) or None
@@ -72,7 +93,7 @@ def _without_idle_axes(entry: Entry, degrees: Mapping[str, int]) -> Entry:
     `fsdp`, which public models name, is also removed: the dim that it shards is decided here.
     """
     axes = axes_of(entry)
-    remaining = tuple(axis for axis in axes if axis != FSDP and degrees.get(axis, 1) != 1)
+    remaining = tuple(axis for axis in splitting_axes(axes, degrees) if axis != FSDP)
     # In the form of the model, text or tuple, where nothing was left out.
     if remaining == axes:
         return entry
@@ -97,9 +118,9 @@ class _ModelAnnotation:
 
     def check_names_are_known(self, known_names: set[str], degrees: Mapping[str, int]) -> None:
         """Raises for names that are neither axes nor in `axis_rules`, if the mesh has an axis that they could mean."""
-        model_axes = [axis for axis in (TENSOR, EXPERT) if degrees.get(axis, 1) > 1]
-        names = [name for entry in self.names for name in axes_of(entry)]
-        unknown = [name for name in names if name not in known_names and name not in degrees]
+        model_axes = splitting_axes((TENSOR, EXPERT), degrees)
+        known_names = known_names | degrees.keys()
+        unknown = [name for name in axes_in(self.names) if name not in known_names]
         if not unknown or not model_axes:  # without other axes than for data nothing could be split
             return
         suggested_rules: dict[str, str | None] = dict.fromkeys(unknown[:-1])
@@ -114,7 +135,7 @@ class _ModelAnnotation:
 
     def check_axes_split_one_dim(self, degrees: Mapping[str, int]) -> None:
         """Raises if an axis of the mesh stands for the names of two dims."""
-        axes = [axis for entry in self.entries for axis in axes_of(entry)]
+        axes = axes_in(self.entries)
         repeated = [axis for axis in axes if axes.count(axis) > 1]
         if not repeated:
             return
@@ -122,7 +143,9 @@ class _ModelAnnotation:
         suggested_rules: dict[str, Entry] = {}
         names_on_axis: Entry = None  # at the end: of the last dim on the axis, which the suggestion leaves whole
         for names, entry in zip(self.names, self.entries, strict=True):
-            suggested_rules |= {name: entry for name in axes_of(names) if name not in degrees}
+            for name in axes_of(names):
+                if name not in degrees:  # an axis of the mesh needs no rule
+                    suggested_rules[name] = entry
             if axis in axes_of(entry):
                 names_on_axis = names
         suggested_rules |= dict.fromkeys(axes_of(names_on_axis))
@@ -137,11 +160,13 @@ class _ModelAnnotation:
     def check_dims_divide(self, degrees: Mapping[str, int]) -> None:
         """Raises for dims that do not divide by the degrees of their axes."""
         uneven = []
+        # Not strict: an annotation may name the first dims only.
         for dim, (size, entry) in enumerate(zip(self.shape, self.entries, strict=False)):
             # `degrees` has each of them: axes that the mesh lacks were left out with those of degree 1.
-            pieces = math.prod(degrees[axis] for axis in axes_of(entry))
+            axes = axes_of(entry)
+            pieces = num_pieces(axes, degrees)
             if size % pieces:
-                uneven.append(f"dim {dim} over {', '.join(axes_of(entry))} ({pieces})")
+                uneven.append(f"dim {dim} over {', '.join(axes)} ({pieces})")
         if uneven:
             raise AnnotationError(
                 "A dim does not divide by the axis that the model's own sharding assigns to it.",

@@ -3,8 +3,9 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from jshard.plans.units import (
     dotted,
     inside,
     is_named,
+    located,
     nested_units,
     occurrences,
     plain_class,
@@ -113,7 +115,11 @@ class ShardPlan:
 
     @functools.cached_property
     def _by_path(self) -> dict[str, LeafPlan]:
-        return {path: leaf for leaf in self.leaves for path in (leaf.path, *leaf.aliases)}
+        leaves = {}
+        for leaf in self.leaves:
+            for path in (leaf.path, *leaf.aliases):
+                leaves[path] = leaf
+        return leaves
 
     def leaf(self, path: str) -> LeafPlan:
         """Returns the parameter at a path, or at one of its aliases."""
@@ -156,14 +162,14 @@ class ShardPlan:
         """Layers of a loop that no unit gathers ahead: path and unit, with the bytes of the gathered copy of all."""
         gathered_bytes: collections.Counter[tuple[str, str]] = collections.Counter()
         for leaf in self.leaves:
+            # One with no sharded dim is whole on each device already: nothing is gathered.
             if leaf.stack and leaf.placement.gathered and leaf.placement.dim is not None:
                 gathered_bytes[leaf.stack, leaf.unit] += leaf.placement.gathered_bytes
         return dict(gathered_bytes)
 
     def how_stacked(self, path: str, unit: str) -> str:
         """Returns how a unit gathers layers of a loop that has no unit inside, as text."""
-        leaves = [leaf for leaf in self.leaves if leaf.stack == path and leaf.unit == unit]
-        by_layer = all(leaf.by_layer for leaf in leaves)
+        by_layer = all(leaf.by_layer for leaf in self.unit_leaves(unit) if leaf.stack == path)
         return f"by {unit}, " + ("each layer when it is needed" if by_layer else "all layers at once")
 
     @property
@@ -186,6 +192,7 @@ class ShardPlan:
             owner = inside(path, leaf.owner)
             if not keys or (owner or ()) not in names:
                 continue  # it is not below, or its unit was removed from the model
+            # What an enclosing unit gathers has no owner in this view, and is listed under its root.
             sharers = () if owner is None else _inside(path, leaf.sharers)
             gathered_by = sharers[0] if sharers else owner or ()
             text, *aliases = map(dotted, keys)
@@ -215,14 +222,12 @@ class ShardPlan:
         """
         data = _parsed(text)
         leaves = []
+        # JSON has lists; with tuples the plan equals the one that was written, and has a hash.
         for fields in _tuples(data["leaves"]):
             placement = Placement(**fields["placement"])
             leaves.append(LeafPlan(**{**fields, "placement": placement}))
-        return cls(
-            mesh=tuple((name, size) for name, size in data["mesh"]),
-            units=tuple(UnitPlan(**unit) for unit in data["units"]),
-            leaves=tuple(leaves),
-        )
+        units = [UnitPlan(**fields) for fields in data["units"]]
+        return cls(mesh=_tuples(data["mesh"]), units=tuple(units), leaves=tuple(leaves))
 
 
 def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:
@@ -235,16 +240,17 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
     """
     names = _names(units)
     planned = []
-    errors = []
+    first_error: AnnotationError | None = None
+    places: list[str] = []
     for path, leaf in leaves.items():
         try:
             planned.append(_planned_leaf(path, leaf, units, names))
         except AnnotationError as error:
-            errors.append(error)
-    if errors:
-        first = errors[0]
-        where = [line for error in errors for line in error.where]
-        raise AnnotationError(first.what, where=where, why=first.why, do=first.do)
+            if first_error is None:
+                first_error = error
+            places += error.where
+    if first_error is not None:
+        raise AnnotationError(first_error.what, where=places, why=first_error.why, do=first_error.do)
     _check_ungathered_are_not_shared(leaves, units)
     mesh = units[()].mesh
     degrees = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -266,6 +272,7 @@ def _planned_leaf(path: Path, leaf: Leaf, units: Mapping[Path, Unit], names: Map
         stack=dotted(leaf.stack) if leaf.stack and not is_stack_of_unit else "",
         keys=keys,
         owner=owner,
+        # For the module around them, which gathers it once for all: each of them would send the whole table again.
         sharers=modules if len(modules) > 1 else (),
     )
 
@@ -274,14 +281,14 @@ def _check_ungathered_are_not_shared(leaves: Mapping[Path, Leaf], units: Mapping
     """Raises if a unit that is never gathered has a parameter that another unit would gather."""
     shared = []
     for path, leaf in leaves.items():
-        units_around = {unit_path for chain in leaf.around for unit_path in chain}
-        ungathered = {unit_path for unit_path in units_around if not units[unit_path].placement.gathered}
-        if ungathered - set(_modules_of_unit(leaf.around, units)):
-            shared.append(dotted(path))
+        units_around = set(itertools.chain.from_iterable(leaf.around))
+        outside_of_unit = units_around.difference(_modules_of_unit(leaf.around, units))
+        if any(not units[unit_path].placement.gathered for unit_path in outside_of_unit):
+            shared.append(path)
     if shared:
         raise AnnotationError(
             "A parameter of a unit that is never gathered is also used elsewhere.",
-            where=[f"{units[()].kind}: {text}" for text in shared],
+            where=located(units[()].kind, shared),
             why="it belongs to the unit around all of its uses, which would gather it.",
             do="model.table.attend(x)  # use it in a method of its own module, outside the call of any other unit",
         )
@@ -318,13 +325,24 @@ def _modules_of_unit(around: tuple[tuple[Path, ...], ...], units: Mapping[Path, 
     """
     if not around:
         return ((),)
-    modules_by_use = [{_identity(path, units[path]): path for path in chain} for chain in around]
+    modules_by_use = [_modules_by_unit(chain, units) for chain in around]
     # Innermost first; any chain will do, as the unit must be in all of them.
     for path in reversed(around[0]):
+        # By identity and not by path: a table tied between two modules of a list would else go to the root, and lose
+        # the dtypes and the placement of the list.
         identity = _identity(path, units[path])
-        if all(identity in modules for modules in modules_by_use):
-            return tuple(dict.fromkeys(modules[identity] for modules in modules_by_use))
+        if all(identity in by_unit for by_unit in modules_by_use):
+            modules = [by_unit[identity] for by_unit in modules_by_use]
+            return tuple(dict.fromkeys(modules))  # each once, in the order of the uses
     return ((),)
+
+
+def _modules_by_unit(chain: tuple[Path, ...], units: Mapping[Path, Unit]) -> dict[Path | int, Path]:
+    """Returns the modules around one use of a parameter by the identity of their unit."""
+    modules = {}
+    for path in chain:
+        modules[_identity(path, units[path])] = path
+    return modules
 
 
 def _identity(path: Path, unit: Unit) -> Path | int:
@@ -334,8 +352,25 @@ def _identity(path: Path, unit: Unit) -> Path | int:
 
 def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
     """Returns the paths that are inside a module, relative to it."""
-    relative_paths = [inside(outer, path) for path in paths]
-    return tuple(path for path in relative_paths if path is not None)
+    relative_paths = []
+    for path in paths:
+        relative_path = inside(outer, path)
+        if relative_path is not None:
+            relative_paths.append(relative_path)
+    return tuple(relative_paths)
+
+
+def _paths_from_unit(keys: tuple[Path, ...], modules: tuple[Path, ...]) -> list[Path]:
+    """Returns the paths of a parameter relative to the modules of its unit.
+
+    Args:
+        keys: its path and its aliases, from the root.
+        modules: those of the unit, from the root.
+    """
+    paths: list[Path] = []
+    for module in modules:
+        paths += _inside(module, keys)
+    return paths
 
 
 def _units_below(outer: Path, units: Mapping[Path, Unit]) -> dict[Path, Unit]:
@@ -362,10 +397,9 @@ def _placed(keys: tuple[Path, ...], modules: tuple[Path, ...], leaf: Leaf, units
     unit = units[modules[0]]
     is_of_root = not modules[0]
     policy = unit.placement
-    paths_from_unit = [path for module in modules for path in _inside(module, keys)]
-    names_from_unit = list(map(dotted, paths_from_unit))
-    allowed_by_unit = any(is_named(name, policy.allow_replicated) for name in names_from_unit)
-    allowed_by_root = any(is_named(dotted(path), units[()].placement.allow_replicated) for path in keys)
+    paths_from_unit = _paths_from_unit(keys, modules)
+    allowed_by_unit = _is_any_named(paths_from_unit, policy.allow_replicated)
+    allowed_by_root = _is_any_named(keys, units[()].placement.allow_replicated)
 
     is_ignored = nnx.filterlib.to_predicate(policy.ignored)
     variable = leaf.variable
@@ -377,7 +411,7 @@ def _placed(keys: tuple[Path, ...], modules: tuple[Path, ...], leaf: Leaf, units
     if leaf.stack and is_of_root and not policy.stacked and policy.shard_dim is None:  # gathered a layer at a time
         policy = dataclasses.replace(policy, stacked=leaf.num_stacked)
     return place(
-        _name_for_dtypes(names_from_unit, unit),
+        _name_for_dtypes(paths_from_unit, unit),
         leaf.shape,
         leaf.dtype,
         leaf.spec,
@@ -390,8 +424,13 @@ def _placed(keys: tuple[Path, ...], modules: tuple[Path, ...], leaf: Leaf, units
     )
 
 
-def _name_for_dtypes(names: list[str], unit: Unit) -> str:
+def _is_any_named(paths: Iterable[Path], patterns: Sequence[str]) -> bool:
+    return any(is_named(dotted(path), patterns) for path in paths)
+
+
+def _name_for_dtypes(paths: Sequence[Path], unit: Unit) -> str:
     """Returns the path whose dtypes a parameter has: of a tied one the path that `keep` matches, if one is."""
+    names = list(map(dotted, paths))
     kept_names = filter(unit.policy.mixed_precision.keeps, names)
     return next(kept_names, names[0])
 
@@ -415,8 +454,7 @@ def as_stored(leaf: LeafPlan, dtype: DTypeLike, units: Callable[[], Mapping[Path
         return leaf  # its unit was removed from the model
     precision = unit.policy.mixed_precision
     modules = leaf.sharers or (leaf.owner,)
-    names = [dotted(path) for module in modules for path in _inside(module, leaf.keys)]
-    name = _name_for_dtypes(names, unit)
+    name = _name_for_dtypes(_paths_from_unit(leaf.keys, modules), unit)
     placement = stored_as(leaf.placement, dtype, name, precision, hosts=_hosts_of(unit))
     return dataclasses.replace(leaf, placement=placement)
 
@@ -433,7 +471,11 @@ def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
     paths_of_unit: dict[Path | int, list[Path]] = {}
     for path, unit in units.items():
         paths_of_unit.setdefault(_identity(path, unit), []).append(path)
-    return {path: "+".join(map(dotted, paths)) for paths in paths_of_unit.values() for path in paths}
+    names = {}
+    for paths in paths_of_unit.values():
+        name = "+".join(map(dotted, paths))
+        names.update(dict.fromkeys(paths, name))
+    return names
 
 
 def _unit_plans(units: Mapping[Path, Unit]) -> tuple[UnitPlan, ...]:
@@ -442,7 +484,10 @@ def _unit_plans(units: Mapping[Path, Unit]) -> tuple[UnitPlan, ...]:
     for path, name in _names(units).items():
         first_path = first_paths.pop(name, path)  # a dict keeps the order of insertion: this moves it to the end
         first_paths[name] = first_path
-    return tuple(_unit_plan(path, name, units[path]) for name, path in first_paths.items())
+    plans = []
+    for name, path in first_paths.items():
+        plans.append(_unit_plan(path, name, units[path]))
+    return tuple(plans)
 
 
 def _unit_plan(path: Path, name: str, unit: Unit) -> UnitPlan:
@@ -517,7 +562,7 @@ def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
     if unplanned:
         raise AnnotationError(
             "The model has parameters that were added after its annotation.",
-            where=[f"{plain_class(model).__name__}: {dotted(path)}" for path in unplanned],
+            where=located(plain_class(model).__name__, unplanned),
             why="fully_shard places the parameters that exist when it is called.",
             do="change the model first, then annotate it: js.fully_shard(model, mesh=mesh).",
         )
@@ -536,6 +581,7 @@ def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
 
 def _parameters_by_first_path(model: nnx.Module) -> dict[Path, nnx.Param]:
     """Returns the parameters of a model, each once: a tied one by the first of its paths."""
+    # By identity: equal parameters of two layers are not one.
     seen: set[int] = set()
     parameters: dict[Path, nnx.Param] = {}
     for variable, path, _ in occurrences(model):

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jshard import _compat
 from jshard.errors import AnnotationError
-from jshard.plans.mesh import FSDP, INNER_AXES, AnyMesh, degree
+from jshard.plans.mesh import FSDP, INNER_AXES, AnyMesh, degree, splitting_axes
 from jshard.plans.numeric import Value
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, Placement
 from jshard.plans.policies import MixedPrecision
@@ -68,22 +68,23 @@ def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> Non
     may be constants. Called when the root is known: by `shard_init`, and by the first call into a model.
     """
     allowed = tuple(root.placement.allow_replicated)
+    placements = {leaf.path: leaf.placement for leaf in root.members}
     # As tuples: they are keys of the caches below.
-    parameters = tuple((leaf.path, leaf.placement) for leaf in root.members)
+    parameters = tuple(placements.items())
     _check_parameters(name, parameters, allowed, root.policy.mixed_precision, _sharding_axes(root.mesh))
 
-    not_allowed = tuple(other for other in others if not is_named(dotted(other.path), allowed))
-    parameter_bytes = _total_bytes(placement for _, placement in parameters)
-    other_bytes = sum(other.bytes for other in not_allowed)
+    arrays = tuple(array for array in others if not is_named(dotted(array.path), allowed))
+    array_bytes = sum(array.bytes for array in arrays)
+    parameter_bytes = _total_bytes(placements.values())
     # Together: many small arrays cost as much as one large one.
-    if other_bytes > _large_from_bytes(parameter_bytes):
-        _warn_of_others(name, not_allowed, other_bytes, parameter_bytes)
+    if array_bytes > _large_from_bytes(parameter_bytes):
+        _warn_of_arrays(name, arrays, array_bytes, parameter_bytes)
 
 
 def _sharding_axes(mesh: AnyMesh) -> str:
     """Returns the axes that parameters are sharded over, with their degrees, as text."""
-    degrees = {axis: degree(mesh, axis) for axis in (FSDP, *INNER_AXES)}
-    return " x ".join(f"{axis}={n}" for axis, n in degrees.items() if axis == FSDP or n > 1)
+    axes = (FSDP, *splitting_axes(INNER_AXES, dict(mesh.shape)))
+    return " x ".join(f"{axis}={degree(mesh, axis)}" for axis in axes)
 
 
 def _total_bytes(placements: Iterable[Placement]) -> int:
@@ -96,13 +97,15 @@ def _large_from_bytes(parameter_bytes: int) -> float:
 
 
 @functools.cache  # a warning is given once for a model, not at every call of it
-def _warn_of_others(name: str, others: tuple[Other, ...], other_bytes: int, parameter_bytes: int) -> None:
-    largest_first = sorted(others, key=lambda other: -other.bytes)
+def _warn_of_arrays(name: str, arrays: tuple[Other, ...], array_bytes: int, parameter_bytes: int) -> None:
+    largest_first = sorted(arrays, key=lambda array: -array.bytes)
+    listed = _listed(list(map(str, largest_first)))
+    paths = [dotted(array.path) for array in arrays]
     _compat.warn_user(
-        f"{len(others)} float array(s) of {name} are not parameters, and each device holds them whole: {other_bytes}"
-        f" bytes, with {parameter_bytes} bytes of parameters:{_listed(list(map(str, largest_first)))}\n  If they are"
+        f"{len(arrays)} float array(s) of {name} are not parameters, and each device holds them whole: {array_bytes}"
+        f" bytes, with {parameter_bytes} bytes of parameters:{listed}\n  If they are"
         " trained, make them parameters: nnx.Param(...). If not, accept it:"
-        f" {_line_to_accept([dotted(other.path) for other in others])}",
+        f" {_line_to_accept(paths)}",
     )
 
 
@@ -115,15 +118,19 @@ def _check_parameters(
     precision: MixedPrecision,
     axes: str,
 ) -> None:
-    _check_keep_patterns_used(name, [path for path, _ in parameters], precision)
-    total_bytes = _total_bytes(placement for _, placement in parameters)
-    indivisible: dict[str, Placement] = {}
-    for path, placement in parameters:
-        # Those replicated for another reason are small, empty, so by request, or on a mesh that shards nothing.
-        if placement.because.startswith(INDIVISIBLE) and not is_named(path, allowed):
-            indivisible[path] = placement
+    placements = dict(parameters)
+    _check_keep_patterns_used(name, list(placements), precision)
+    total_bytes = _total_bytes(placements.values())
     large_from = _large_from_bytes(total_bytes)
-    large = {path: placement for path, placement in indivisible.items() if placement.logical_bytes >= large_from}
+    indivisible: dict[str, Placement] = {}
+    large: dict[str, Placement] = {}
+    for path, placement in placements.items():
+        # Those replicated for another reason are small, empty, so by request, or on a mesh that shards nothing.
+        if not placement.because.startswith(INDIVISIBLE) or is_named(path, allowed):
+            continue
+        indivisible[path] = placement
+        if placement.logical_bytes >= large_from:
+            large[path] = placement
     if large:
         raise _large_parameters(name, large, axes, total_bytes)
     if indivisible:
@@ -155,6 +162,7 @@ def _warn_of_small_parameters(name: str, indivisible: Mapping[str, Placement], a
 def _check_keep_patterns_used(name: str, paths: list[str], precision: MixedPrecision) -> None:
     unused = []
     for pattern in precision.keep:
+        # By the method that places parameters: a rule of its own here could differ in what a pattern matches.
         only_this_pattern = dataclasses.replace(precision, keep=(pattern,))
         if not any(map(only_this_pattern.keeps, paths)):
             unused.append(pattern)
@@ -177,10 +185,11 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _descriptions(parameters: Mapping[str, Placement]) -> list[str]:
-    return [
-        f"{path}  {placement.dtype}{list(placement.shape)}  {placement.logical_bytes} bytes"
-        for path, placement in parameters.items()
-    ]
+    lines = []
+    for path, placement in parameters.items():
+        form = f"{placement.dtype}{list(placement.shape)}"
+        lines.append(f"{path}  {form}  {placement.logical_bytes} bytes")
+    return lines
 
 
 def _line_to_accept(paths: list[str]) -> str:

@@ -43,9 +43,9 @@ class StatePlaces:
         if parameter is None:
             return PartitionSpec()  # a counter, which all devices need
         if not _has_shape_of(parameter, shape):  # a statistic of its rows or columns, as in Adafactor
-            default = PlacementPolicy()  # the dtype is of no effect: nothing is padded, and only the spec is used
-            other = place("", shape, "float32", (), self._degrees, default, MixedPrecision(), pads=False)
-            return other.partition_spec
+            policy = PlacementPolicy()  # the dtype is of no effect: nothing is padded, and only the spec is used
+            placement = place("", shape, "float32", (), self._degrees, policy, MixedPrecision(), pads=False)
+            return placement.partition_spec
         if parameter.dim is None and self._over_replica:
             return self._over_replicas(parameter)
         return parameter.partition_spec

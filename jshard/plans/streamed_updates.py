@@ -8,7 +8,7 @@ run that a part's results need.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,11 +34,6 @@ class UpdatePart:
     arguments: list[int] = dataclasses.field(default_factory=list)
     results: list[int] = dataclasses.field(default_factory=list)
 
-    def add(self, other: "UpdatePart") -> None:
-        """Adds the arguments and results of another part."""
-        self.arguments += other.arguments
-        self.results += other.results
-
 
 def parts_of(
     offloaded: Mapping[Keys, Placement], arguments: Sequence[Keys], results: Sequence[Keys], gradients: Sequence[Keys]
@@ -48,19 +43,16 @@ def parts_of(
     The path of an argument or a result ends in that of a parameter, or belongs to no parameter. Parameters without a
     gradient are frozen, and in no part.
     """
-    by_parameter = {path: UpdatePart() for path in offloaded}
-    for position, path in _positions_by_parameter(offloaded, arguments):
-        by_parameter[path].arguments.append(position)
-    for position, path in _positions_by_parameter(offloaded, results):
-        by_parameter[path].results.append(position)
-
-    trained = {path for _, path in _positions_by_parameter(offloaded, gradients)}
+    argument_positions = _positions_by_parameter(offloaded, arguments)
+    result_positions = _positions_by_parameter(offloaded, results)
+    trained = _positions_by_parameter(offloaded, gradients).keys()
     parts = [UpdatePart()]
     part_bytes = 0
     for path in reversed(list(offloaded)):  # backward ends with the first parameters
         if path not in trained:
             continue
-        parts[-1].add(by_parameter[path])
+        parts[-1].arguments += argument_positions.get(path, [])
+        parts[-1].results += result_positions.get(path, [])
         part_bytes += offloaded[path].bytes_per_device
         # A parameter is never cut, so a part may be larger.
         if part_bytes >= _PART_BYTES:
@@ -70,12 +62,14 @@ def parts_of(
     return [part for part in parts if part.arguments]
 
 
-def _positions_by_parameter(parameters: Mapping[Keys, Placement], paths: Sequence[Keys]) -> Iterable[tuple[int, Keys]]:
-    """Yields the positions of the paths that end in the path of a parameter, with that."""
+def _positions_by_parameter(parameters: Mapping[Keys, Placement], paths: Sequence[Keys]) -> dict[Keys, list[int]]:
+    """Returns for each parameter the positions of the paths that end in its path; none for one without such paths."""
+    positions: dict[Keys, list[int]] = {}
     for position, path in enumerate(paths):
         parameter = tail_in(parameters, path)
         if parameter is not None:
-            yield position, parameter
+            positions.setdefault(parameter, []).append(position)
+    return positions
 
 
 def streamed(
@@ -105,9 +99,12 @@ def streamed(
             for i, x in zip(positions, copied, strict=True):
                 results[i] = x  # else the output of the barrier is unused, and XLA removes it with its input
         program.set_arguments(part.arguments, values)
+        on_host = []
         for i in part.results:
             results[i] = placed_like(program.result(i), like[i])
-        host_results.append([i for i in part.results if _compat.on_host(results[i])])
+            if _compat.on_host(results[i]):
+                on_host.append(i)
+        host_results.append(on_host)
     for i, x in enumerate(results):
         if x is None:
             results[i] = placed_like(program.result(i), like[i])
@@ -120,14 +117,17 @@ class _LazyProgram:
     def __init__(self, function: Update, arguments: Sequence[jax.Array]) -> None:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
         closed = jax.make_jaxpr(function)(*shapes)
-        if any(map(_is_plain_call, closed.jaxpr.eqns)):  # calls of a whole tree would need all of it at once
+        # Optax corrects the bias of a whole tree in one call, which would need all of the state at once.
+        if any(map(_is_plain_call, closed.jaxpr.eqns)):
             closed = jax.make_jaxpr(lambda *xs: _run_without_calls(closed, xs))(*shapes)
         self._inputs = closed.jaxpr.invars
         self._results = closed.jaxpr.outvars
         self._arguments = dict(zip(self._inputs, arguments, strict=True))
         self._known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         # Programs are in single assignment: each variable has one equation.
-        self._makers = {variable: eqn for eqn in closed.jaxpr.eqns for variable in eqn.outvars}
+        self._makers: dict[Var, JaxprEqn] = {}
+        for eqn in closed.jaxpr.eqns:
+            self._makers.update(dict.fromkeys(eqn.outvars, eqn))
 
     def unchanged_arguments(self, like: Sequence[jax.Array | None]) -> list[Any]:
         """Returns the results that are unchanged arguments, such as frozen parameters; None for the others."""

@@ -91,7 +91,9 @@ class Unit:
 
     def __reduce__(self) -> tuple[Callable[..., "Unit"], tuple[object, ...]]:
         # Devices cannot be pickled. In another process those with the same ids take their places.
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {}
+        for field in dataclasses.fields(self):
+            fields[field.name] = getattr(self, field.name)
         mesh = fields.pop("mesh")
         device_ids = None
         if isinstance(mesh, Mesh):
@@ -110,8 +112,8 @@ def _rebuild_unit(fields: dict[str, Any], axes: _Axes, device_ids: list[int] | N
     if device_ids is None:
         return Unit(jax.sharding.AbstractMesh(sizes, names, axis_types=types), **fields)
     devices_by_id = {device.id: device for device in jax.devices()}
-    devices = np.array([devices_by_id[i] for i in device_ids]).reshape(sizes)
-    return Unit(Mesh(devices, names, axis_types=types), **fields)
+    devices = [devices_by_id[i] for i in device_ids]
+    return Unit(Mesh(np.array(devices).reshape(sizes), names, axis_types=types), **fields)
 
 
 def unit_of(module: object) -> Unit | None:
@@ -126,6 +128,8 @@ def plain_class(module: nnx.Module) -> type[nnx.Module]:
 
 def attach(module: nnx.Module, unit: Unit, route: Route) -> None:
     """Makes the module a unit, or renews its record. `route(self, method, args, kwargs)` receives its calls."""
+    # From its own class, also where it is a unit already: a subclass of a unit's class would route each call twice.
+    # Past Flax's `__setattr__`, which checks attributes that hold data.
     object.__setattr__(module, "__class__", _unit_class(plain_class(module), unit, route))
 
 
@@ -138,7 +142,10 @@ def store_plan(module: nnx.Module, plan: "ShardPlan", units: Mapping[Path, Unit]
 
 def with_views(plan: "ShardPlan", units: Mapping[Path, Unit]) -> dict[Path, Unit]:
     """Returns the records of the units of a model, each with its view of the model's plan."""
-    return {path: dataclasses.replace(unit, plan=plan.seen_from(path, units)) for path, unit in units.items()}
+    views = {}
+    for path, unit in units.items():
+        views[path] = dataclasses.replace(unit, plan=plan.seen_from(path, units))
+    return views
 
 
 def detach(module: nnx.Module) -> None:
@@ -148,14 +155,14 @@ def detach(module: nnx.Module) -> None:
 
 @functools.cache  # equal layers have equal records, and so one class
 def _unit_class(base: type[nnx.Module], unit: Unit, route: Route) -> type[nnx.Module]:
-    routed_methods = {name: _routed(method, route) for name, method in _methods(base)}
-    attributes = {
+    attributes: dict[str, Any] = {
         "_jshard_unit": unit,
         "_jshard_base": base,
         "_jshard_route": staticmethod(route),
         "__annotations__": {},
-        **routed_methods,
     }
+    for name, method in _methods(base):
+        attributes[name] = _routed(method, route)
     rebuild = (_unit_class, (base, unit, route))
     return swapped_class(base, attributes, rebuild=rebuild, pytree=_compat.is_pytree_class(base))
 
@@ -248,7 +255,9 @@ def walk(graph: object, *, settings: bool = False) -> Iterator[tuple[Path, Node]
 
 def modules(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
     """Yields the modules in a graph with their first path, each once."""
-    return ((path, node) for path, node in walk(module) if isinstance(node, nnx.Module))
+    for path, node in walk(module):
+        if isinstance(node, nnx.Module):
+            yield path, node
 
 
 def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
@@ -276,6 +285,16 @@ def units_in(module: nnx.Module) -> dict[Path, Unit]:
 def dotted(path: Path) -> str:
     """Returns a path as text: `blocks/0/kernel`; `(root)` for the module itself."""
     return "/".join(map(str, path)) or "(root)"
+
+
+def located(kind: str, paths: Iterable[Path]) -> list[str]:
+    """Returns places in a model as lines of an error: `MLP: blocks/0/kernel`.
+
+    Args:
+        kind: class of the model.
+        paths: the places.
+    """
+    return [f"{kind}: {dotted(path)}" for path in paths]
 
 
 def inside(outer: Path, path: Path | None) -> Path | None:

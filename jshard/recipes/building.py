@@ -154,13 +154,13 @@ def _initialised_linen(
 
         # By the loss: only it knows which entries of a batch the model receives, and by which methods.
         collections = nn.init(run_loss, module, mutable=True)(jax.random.key(seed), zeros)
-        kept = {}
+        variables = {}
         for name, collection in collections.items():
             # Parameters may be tuples themselves, as of a weight and its scale.
             if name not in requested and (name == PARAMS or not _is_sown(collection)):
-                kept[name] = collection
+                variables[name] = collection
         # With the keys of later calls, so that these are on the mesh, too, like any state of a step.
-        return kept, nnx.state(nnx.Rngs(seed))
+        return variables, nnx.state(nnx.Rngs(seed))
 
     collections, keys = place(create, module)
     # The object around those keys: `place` returns only their state.

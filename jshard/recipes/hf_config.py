@@ -130,10 +130,16 @@ def _values(family: Family, config: Config) -> tuple[dict[ConfigKey, Json], dict
         try:
             values[key] = key.stored(config)
         except (ValueError, TypeError, AttributeError) as error:
-            # Of a key with several names, the one that the file has.
-            present = next((name for name in key.names if config.get(name) is not None), key.name)
-            problems[present] = str(error)
+            problems[_name_in(config, key)] = str(error)
     return values, problems
+
+
+def _name_in(config: Config, key: ConfigKey) -> str:
+    """Returns the name of a key that a file has; its first one if it has none."""
+    for name in key.names:
+        if config.get(name) is not None:
+            return name
+    return key.name
 
 
 def _rule_problems(rules: Mapping[str, Fixed], config: Config) -> dict[str, str]:
@@ -333,8 +339,9 @@ def _config_of(family: Family, model: object) -> dict[str, Json] | None:
     for field, value in family.implied.items():
         if getattr(model, field, OFF.get(field)) != value:
             return None
-    if not all(key.can_be(value) for key, value in values.items()):
-        return None
+    for key, value in values.items():
+        if not key.can_be(value):
+            return None
     result: dict[str, Json] = {"architectures": [family.architectures[0]], "model_type": family.model_type}
     for key, value in values.items():
         result |= key.written(value)

@@ -137,16 +137,28 @@ class Choice(ConfigKey):
 
     def computed(self, model: ModelConfig) -> Json:
         """See `ConfigKey.computed`; a value that the file cannot have is left as it is."""
-        own = super().computed(model)
-        return next((choice.stored for choice in self.choices if choice.field == own), own)
+        value = super().computed(model)
+        for choice in self.choices:
+            if choice.field == value:
+                return choice.stored
+        return value
 
     def fields(self, value: Json) -> dict[str, Json]:
         """See `ConfigKey.fields`."""
-        return {self.field: next(choice.field for choice in self.choices if choice.stored == value)}
+        choice = self._choice_of(value)
+        assert choice is not None, "`stored` has checked the value"
+        return {self.field: choice.field}
 
     def can_be(self, value: Json) -> bool:
         """See `ConfigKey.can_be`."""
-        return any(choice.stored == value for choice in self.choices)
+        return self._choice_of(value) is not None
+
+    def _choice_of(self, value: Json) -> Meaning | None:
+        """Returns what a value of the file means; None if the file cannot have it."""
+        for choice in self.choices:
+            if choice.stored == value:
+                return choice
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,9 +374,13 @@ class Rope(ConfigKey):
         """See `ConfigKey.stored`; a dict with "rope_theta", "kind" and the fields of that kind."""
         check_only(config, "partial_rotary_factor", (None, 1))
         check_only(config, "rope_interleaved", (None, False))
-        parts = [dict(config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+        parts = []
         thetas = set()
-        for part in parts:
+        for name in ("rope_parameters", "rope_scaling"):
+            if not config.get(name):
+                continue
+            part = dict(config[name])
+            parts.append(part)
             if part.get("rope_theta") is not None:
                 thetas.add(part.pop("rope_theta"))
         if config.get("rope_theta") is not None:
@@ -503,7 +519,7 @@ def typed(value: Json, kind: type) -> Json:
 
 def _is_among(value: Json, values: Iterable[Json]) -> bool:
     # As in `typed`: 1 == True, but a file says another thing with each.
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in values)
 
 
 def check_only(config: Config, name: str, only: tuple[Json, ...]) -> None:

@@ -24,7 +24,7 @@ from jshard.linen.parameters import as_arrays, flat, flat_params, is_box, nested
 from jshard.plans.memories import to_device
 from jshard.plans.padding import Padding, store
 from jshard.plans.policies import UnitPolicy
-from jshard.plans.units import Method, Path, attach, dotted, unit_of
+from jshard.plans.units import Method, Path, attach, dotted, located, unit_of
 
 _STATE = "batch_stats", "cache"  # a run updates them, requested or not
 
@@ -111,7 +111,10 @@ def inference(is_on: bool) -> Iterator[None]:
 
 def _intercept(run: Callable, args: tuple, kwargs: dict[str, object], context: nn.module.InterceptorContext) -> object:
     module = context.module
-    before = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name in _FIELDS}
+    before = {}
+    for field in dataclasses.fields(module):
+        if field.name in _FIELDS:
+            before[field.name] = getattr(module, field.name)
     if not before:
         return run(*args, **kwargs)
     args, kwargs = _without(before, context, args, kwargs)
@@ -242,11 +245,11 @@ class LinenModel(_Calls, nnx.Module):
         for name, tree in changed.items():
             for path, leaf in flat(tree):
                 leaves[name, *path] = leaf
-        new = sorted(dotted(key) for key in leaves.keys() - places.keys())
+        new = sorted(leaves.keys() - places.keys(), key=dotted)
         if new:
             raise AnnotationError(
                 "A call of a Linen model creates variables that its init did not create.",
-                where=[f"{type(self._linen.module).__name__}: {path}" for path in new],
+                where=located(type(self._linen.module).__name__, new),
                 why="the state of a run has the variables created by init; a step cannot add others.",
                 do="create them in init too: without a condition on self.is_initializing().",
             )
@@ -304,7 +307,7 @@ def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Mo
     if changed:
         raise AnnotationError(
             "A Linen model can be compared with plain Flax only in its own dtypes.",
-            where=[f"{annotation.base.__name__}: {dotted(path)}" for path in changed],
+            where=located(annotation.base.__name__, changed),
             why="mixed_precision and remat of the annotation are jshard's; without it the model has neither.",
             do="leave gspmd out of --compare, or set both in the model: nn.Dense(..., dtype=jnp.bfloat16), nn.remat.",
         )
@@ -382,7 +385,8 @@ def _check(module: nn.Module, collections: Mapping[str, PyTree]) -> None:
             do="write your own loop: docs/linen.md, 3. Train, with flax.linen.fp8_ops and its TrainState.",
         )
     taken = {"rngs", "deterministic", "variables", "_linen"}
-    used = sorted({str(path[0]) for _, path, _ in _variables(collections)} & taken)
+    first_keys = {str(path[0]) for _, path, _ in _variables(collections)}
+    used = sorted(first_keys & taken)
     if used:
         raise AnnotationError(
             "A name in a Linen model is already used.",

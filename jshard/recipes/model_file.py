@@ -443,10 +443,13 @@ def refuses_batches(path: Path, error: Exception) -> ModelFileError:
 def place_in(path: Path, error: BaseException) -> str:
     """Returns the innermost line of the model file that an error was raised through; the file if there is none."""
     resolved = str(path.resolve())
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == resolved]
-    if not lines:
+    innermost = None
+    for frame, line in traceback.walk_tb(error.__traceback__):  # from the outermost call inwards
+        if frame.f_code.co_filename == resolved:
+            innermost = line
+    if innermost is None:
         return str(path)
-    return f"{path}, line {lines[-1]}"
+    return f"{path}, line {innermost}"
 
 
 def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:

@@ -123,10 +123,10 @@ def _read_union(text: str, kinds: Sequence[Kind]) -> object:
 
 def _read_items(text: str, container: type[tuple | list], kinds: Sequence[Kind]) -> object:
     """Parses the items of a tuple or a list, with or without brackets; a last comma is allowed, as in Python."""
-    inside = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+    items = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
     parts = []
-    if inside:
-        parts = [part.strip() for part in inside.removesuffix(",").split(",")]
+    if items:
+        parts = [part.strip() for part in items.removesuffix(",").split(",")]
     if not kinds:  # without brackets in the annotation
         kinds = [Any] * len(parts)
     elif container is list or kinds[-1] is ...:
@@ -271,7 +271,7 @@ def _rebuilt(node: Any, prefix: str, values: Mapping[str, object], lines: Mappin
 
 def _unknown(key: str, text: str, line: str, keys: Mapping[str, Kind]) -> SettingError:
     """Returns the error for a setting that is not a key and a value, with a similar key if there is one."""
-    has_fields = any(other.startswith(f"{key}.") for other in keys)
+    has_fields = any(recipe_key.startswith(f"{key}.") for recipe_key in keys)
     if key in keys:
         why = "it is not key=value."
     elif has_fields:
@@ -289,9 +289,9 @@ def _unknown(key: str, text: str, line: str, keys: Mapping[str, Kind]) -> Settin
 
 def _similar_key(key: str, keys: Mapping[str, Kind]) -> str | None:
     """Returns the key that is most similar: first by its last name, as users forget `model.`, then as a whole."""
-    last_names = {other: _last_name(other) for other in keys}
+    last_names = {recipe_key: _last_name(recipe_key) for recipe_key in keys}
     names = difflib.get_close_matches(_last_name(key), list(last_names.values()), n=1)
-    candidates = [other for other in keys if last_names[other] in names]
+    candidates = [recipe_key for recipe_key, last_name in last_names.items() if last_name in names]
     # No cutoff: the candidates have a similar last name, and one of them is proposed in any case.
     matches = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)
     return matches[0] if matches else None

@@ -19,7 +19,7 @@ import optax
 from jshard import _compat
 from jshard._types import Json, PyTree
 from jshard.errors import ShardingError
-from jshard.plans.mesh import CONTEXT, AnyMesh, data_axes, data_degree, degree
+from jshard.plans.mesh import CONTEXT, AnyMesh, data_degree, data_degrees_text, degree
 
 _PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -265,14 +265,13 @@ def _check_rows(recipe: Recipe, mesh: AnyMesh) -> None:
     if recipe.accumulate > 1:
         batch = "microbatch"
         count = f"{recipe.batch_size} / {recipe.accumulate} = {rows}"
-    degrees = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
     do = f"--set batch_size={math.ceil(rows / shards) * shards * recipe.accumulate}"
     common = math.gcd(rows, shards)
     if common > 1:
         do += f"  # or a smaller mesh: --mesh fsdp={common}"
     raise RecipeError(
         f"The {batch} does not split over the data axes of the mesh.",
-        where=[f"batch_size={recipe.batch_size}, accumulate={recipe.accumulate}", f"mesh {degrees}"],
+        where=[f"batch_size={recipe.batch_size}, accumulate={recipe.accumulate}", f"mesh {data_degrees_text(mesh)}"],
         why=f"{count} sequences over {shards} data shards.",
         do=do,
     )
@@ -310,8 +309,10 @@ def _conflicts(recipe: Recipe) -> Iterator[_InvalidValue]:
 
 def _largest_divisor(number: int, most: int) -> int:
     """Returns the largest divisor of a number up to a limit."""
-    candidates = range(min(most, number), 0, -1)
-    return next(candidate for candidate in candidates if number % candidate == 0)
+    divisor = min(most, number)
+    while number % divisor:  # ends at 1
+        divisor -= 1
+    return divisor
 
 
 def _is_finite(value: object) -> bool:

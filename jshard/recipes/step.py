@@ -286,8 +286,13 @@ class EvalStep:
             model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
             loss, metrics = with_metrics(loss_fn)(model, batch)
             values = {"loss": loss, **metrics}
-            weights = {name: x.weight for name, x in values.items() if isinstance(x, WeightedMean)}
-            return {name: mean_of(x) for name, x in values.items()}, weights
+            means = {}
+            weights = {}
+            for name, x in values.items():
+                means[name] = mean_of(x)
+                if isinstance(x, WeightedMean):
+                    weights[name] = x.weight
+            return means, weights
 
         everywhere = NamedSharding(step.mesh, PartitionSpec())
         # Nothing is donated: the arrays are those of the step, which trains on with them.
@@ -354,7 +359,10 @@ def _on_mesh(state: nnx.State, mesh: Mesh) -> nnx.State:
 
 def _check_arrays(flat: Sequence[tuple[tuple, object]]) -> None:
     """Raises for leaves of the state that no compiled step can have."""
-    wrong = [f"{_path(path)}  {type(leaf).__name__}" for path, leaf in flat if not is_numeric(leaf)]
+    wrong = []
+    for path, leaf in flat:
+        if not is_numeric(leaf):
+            wrong.append(f"{_path(path)}  {type(leaf).__name__}")
     if wrong:
         raise AnnotationError(
             "The state of a run holds objects that are not arrays.",
@@ -374,7 +382,8 @@ def _path(path: tuple) -> str:
     first, *rest = map(_key_text, path)
     # The state is that of the pair (model, optimizer).
     owner = "model" if first == "0" else "optimizer"
-    return "/".join([owner, *(key for key in rest if key != "value")])
+    keys = [key for key in rest if key != "value"]
+    return "/".join([owner, *keys])
 
 
 def _key_text(key: object) -> str:

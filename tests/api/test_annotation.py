@@ -24,12 +24,14 @@ from tests.helpers import (
     annotator,
     builder,
     loss_fn,
+    mean_square,
     placed,
     sharded,
     token_batch,
     with_placement,
 )
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
+from tests.toy_models import Cube
 
 CONFIG = Config(width=32, hidden=64)
 SLIM = dataclasses.replace(CONFIG, attends=False)
@@ -211,7 +213,7 @@ def test_a_list_is_one_unit():
 # Tied parameters.
 
 
-class Tied(nnx.Module):
+class TiedInTwoWays(nnx.Module):
     """An embedding and a head that share one table, and two blocks that share a projection."""
 
     def __init__(self, rngs: nnx.Rngs, *, blocks: bool = False):
@@ -228,10 +230,6 @@ class Tied(nnx.Module):
         for block in self.blocks:
             h = jax.nn.gelu(block(h))
         return self.head(h @ jnp.ones((256, 64)) / 256)
-
-
-def mean_square(model, x):
-    return (model(x) ** 2).mean()
 
 
 ROWS = (np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32),)
@@ -273,7 +271,7 @@ def test_a_tied_parameter_lives_in_one_unit_and_is_gathered_once(case):
         inner(model)
         js.fully_shard(model, mesh=MESH)
 
-    build = lambda: Tied(nnx.Rngs(0), blocks=blocks)
+    build = lambda: TiedInTwoWays(nnx.Rngs(0), blocks=blocks)
     model = placed(build, annotate)
     plan = js.plan(model)
     first, other = ("blocks/0/kernel", "blocks/1/kernel") if blocks else ("embed/kernel", "head/kernel")
@@ -283,7 +281,7 @@ def test_a_tied_parameter_lives_in_one_unit_and_is_gathered_once(case):
     sharded_leaves = [leaf for leaf in plan.leaves if leaf.placement.dim is not None]
     assert gathers(model, *ROWS) == len(sharded_leaves) == (4 - blocks - (not blocks))
     assert_same_gradients(build, annotate, mean_square, ROWS)
-    assert nnx.graphdef(model) != nnx.graphdef(Tied(nnx.Rngs(0), blocks=not blocks))
+    assert nnx.graphdef(model) != nnx.graphdef(TiedInTwoWays(nnx.Rngs(0), blocks=not blocks))
     copied = nnx.clone(model)
     assert (
         (copied.blocks[0].kernel is copied.blocks[1].kernel) if blocks else (copied.embed.kernel is copied.head.kernel)
@@ -430,16 +428,6 @@ class Odd(nnx.Module):
 ODD_ROWS = ROWS[0][:, :61]
 
 
-class Cube(nnx.Module):
-    """A parameter of 64 KiB and more, all of whose dims are smaller than the axis."""
-
-    def __init__(self):
-        self.odd = nnx.Param(jnp.ones((7, 7, 7, 7, 7)))
-
-    def __call__(self, x):
-        return x * self.odd[0, 0, 0, 0, 0]
-
-
 def test_a_large_replicated_parameter_is_an_error_wherever_the_model_is_first_used():
     annotate = lambda model: js.fully_shard(model, mesh=MESH)
     for init in (js.shard_init, js.abstract_init):
@@ -472,7 +460,7 @@ def test_a_requested_dim_is_no_shard_where_fsdp_has_degree_one():
     mesh = js.mesh(replica=8, fsdp=1)
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     x = np.ones((16, 64), np.float32)
-    gradients = nnx.jit(nnx.grad(lambda model, x: (model(x) ** 2).mean()))
+    gradients = nnx.jit(nnx.grad(mean_square))
     expected = flat(gradients(model, x))
     js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(shard_dim=0))
     assert all(leaf.placement.dim is None for leaf in js.plan(model).leaves)

@@ -10,6 +10,8 @@ from flax import nnx
 
 import jshard as js
 from jshard.errors import AnnotationError
+from tests.helpers import mean_square
+from tests.toy_models import Tower
 
 RULES = {"tp": "tensor", "embed": None}
 BY_RULES = js.PlacementPolicy(axis_rules=RULES)
@@ -17,7 +19,7 @@ X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 normal = jax.nn.initializers.normal(0.1)
 
 
-class Block(nnx.Module):
+class NamesItsAxes(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         make = functools.partial(nnx.with_partitioning, eager_sharding=False)
         self.up = nnx.Linear(64, 256, kernel_init=make(normal, ("embed", "tp")), rngs=rngs)
@@ -25,17 +27,6 @@ class Block(nnx.Module):
 
     def __call__(self, x):
         return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Logical(nn.Module):
@@ -47,12 +38,13 @@ class Logical(nn.Module):
         return x + nn.Dense(64, kernel_init=self.boxed(normal, ("tp", "embed")), name="down")(h)
 
 
-def loss_fn(model, x):
-    return (model(x) ** 2).mean()
+def tower() -> Tower:
+    rngs = nnx.Rngs(0)
+    return Tower([NamesItsAxes(rngs) for _ in range(2)])
 
 
 def sharded(mesh, placement=BY_RULES):
-    return js.fully_shard(Model(), mesh=mesh, units=Block, placement=placement)
+    return js.fully_shard(tower(), mesh=mesh, units=NamesItsAxes, placement=placement)
 
 
 def assert_same(found, wanted):
@@ -65,8 +57,8 @@ def test_nnx_gradients_equal_those_of_one_device():
     model = sharded(js.mesh(fsdp=2, replica=2, tensor=2))
     assert model.blocks[0].up.kernel.sharding.spec == jax.P("fsdp", "tensor")
     assert model.blocks[0].down.kernel.sharding.spec == jax.P("tensor", "fsdp")
-    step = nnx.value_and_grad(loss_fn)
-    assert_same(nnx.jit(step)(model, X), step(Model(), X))
+    step = nnx.value_and_grad(mean_square)
+    assert_same(nnx.jit(step)(model, X), step(tower(), X))
 
 
 @pytest.mark.parametrize("boxed", [nn.with_partitioning, nn.with_logical_partitioning], ids=["mesh", "logical"])
@@ -75,7 +67,7 @@ def test_linen_gradients_equal_those_of_one_device(boxed):
     model = js.fully_shard(plain, mesh=js.mesh(fsdp=4, tensor=2), placement=BY_RULES)
     params = js.shard_init(lambda: model.init(jax.random.key(0), X)["params"], model)
     assert nn.unbox(params)["up"]["kernel"].sharding.spec == jax.P("fsdp", "tensor")
-    grad = lambda m: jax.jit(jax.value_and_grad(lambda p: loss_fn(lambda x: m.apply({"params": p}, x), X)))
+    grad = lambda m: jax.jit(jax.value_and_grad(lambda p: mean_square(lambda x: m.apply({"params": p}, x), X)))
     found = grad(model)(params)
     assert_same(nn.unbox(found), grad(plain)(jax.device_get(nn.unbox(params))))
 
@@ -86,7 +78,7 @@ def test_a_checkpoint_restores_on_another_mesh(tmp_path):
     other = sharded(js.mesh(fsdp=2, tensor=4))
     nnx.update(other, jax.tree.map(jax.numpy.zeros_like, nnx.state(other)))
     nnx.update(other, js.checkpoint.restore(tmp_path / "1", nnx.state(other)))
-    assert_same(nnx.state(other), nnx.state(Model()))
+    assert_same(nnx.state(other), nnx.state(tower()))
 
 
 def test_a_name_without_a_rule_is_an_error_whose_line_works():

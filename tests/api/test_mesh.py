@@ -59,12 +59,6 @@ def test_the_outermost_axes_go_over_the_slices_of_tpus(sizes, over_slices):
         assert {chip.slice_index for chip in part.flat} == {k}
 
 
-def test_a_mesh_that_does_not_go_over_the_slices_is_refused():
-    chips = [Tpu(4 * k + x, (x, 0, 0), k) for k in range(4) for x in range(3)]
-    with pytest.raises(MeshError, match="form 4 slices, and no degrees contain their factors"):
-        _in_torus(chips, (3, 5))
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 8])
 def test_any_number_of_devices(count):
     mesh = js.mesh(devices=jax.devices()[:count])

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from benchmarks.optimizers import OPTIMIZERS, STEPS
 from tests.helpers import placed
-from tests.parity import flat
+from tests.parity import distance, flat
 from tests.wide import wide
 
 WIDTH, HIDDEN = 32, 64  # Shampoo takes roots of matrices as wide
@@ -22,7 +22,7 @@ LOOK_AT_MATRICES = ("adam, clip by the global norm", "adafactor", "lamb", "muon"
 ROWS = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
 
 
-class MLP(nnx.Module):
+class NormBetweenLayers(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
         self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)
@@ -32,19 +32,19 @@ class MLP(nnx.Module):
         return self.down(jax.nn.gelu(self.norm(self.up(x))))
 
 
-def loss_fn(model: MLP, x: jax.Array) -> jax.Array:
+def loss_fn(model: NormBetweenLayers, x: jax.Array) -> jax.Array:
     return ((model(x) - jnp.flip(x, 1)) ** 2).mean()
 
 
-def plain() -> MLP:
-    return MLP(nnx.Rngs(0))
+def plain() -> NormBetweenLayers:
+    return NormBetweenLayers(nnx.Rngs(0))
 
 
-def sharded(mesh: jax.sharding.Mesh) -> MLP:
+def sharded(mesh: jax.sharding.Mesh) -> NormBetweenLayers:
     return placed(plain, lambda model: js.fully_shard(model, units=nnx.Linear, mesh=mesh))
 
 
-def train(model: MLP, optimizer: nnx.Optimizer, steps: int = STEPS) -> int:
+def train(model: NormBetweenLayers, optimizer: nnx.Optimizer, steps: int = STEPS) -> int:
     """Plain Flax; returns how often the step was traced."""
     traces = 0
 
@@ -67,24 +67,17 @@ def on_one_device(name: str) -> dict[str, np.ndarray]:
     return flat(nnx.state(model, nnx.Param))
 
 
-def distance(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
-    """Relative, L2 over all."""
-    assert found.keys() == wanted.keys()
-    square = lambda arrays: sum(float((np.float64(x) ** 2).sum()) for x in arrays)
-    return (square(found[k] - wanted[k] for k in wanted) / square(wanted.values())) ** 0.5
-
-
 def arrays(module: nnx.Module, kind=...) -> dict[str, jax.Array]:
     state = nnx.state(module, kind)
     return {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state)}
 
 
-def parameter_of(path: str, model: MLP) -> jax.Array | None:
+def parameter_of(path: str, model: NormBetweenLayers) -> jax.Array | None:
     """The parameter that a leaf of state belongs to: its path ends in that of the parameter."""
     return next((x for name, x in arrays(model, nnx.Param).items() if path.endswith(name)), None)
 
 
-def assert_state_follows(optimizer: nnx.Optimizer, model: MLP) -> None:
+def assert_state_follows(optimizer: nnx.Optimizer, model: NormBetweenLayers) -> None:
     """State of the shape of its parameter is like it; no large array is whole on a device."""
     for path, x in arrays(optimizer).items():
         parameter = parameter_of(path, model)
@@ -127,7 +120,7 @@ def test_the_updates_of_one_device(name, mesh):
 def test_what_looks_at_whole_matrices_beside_a_tensor_axis(name):
     mesh = js.mesh(tensor=2)
 
-    def annotate(model: MLP) -> None:
+    def annotate(model: NormBetweenLayers) -> None:
         model.up.kernel.set_metadata(out_sharding=(None, "tensor"))
         model.down.kernel.set_metadata(out_sharding=("tensor", None))
         js.fully_shard(model, units=nnx.Linear, mesh=mesh)

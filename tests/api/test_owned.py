@@ -22,7 +22,7 @@ from jshard.errors import CallError
 from jshard.inspect.audit import audit
 from jshard.inspect.hlo.walk import read_schedule
 from tests.micro_gpt import USERS_FILE
-from tests.parity import flat
+from tests.parity import distance, flat
 from tests.wide import wide
 
 WIDTH, HIDDEN, WIDE, STEPS = 32, 64, 512, 10
@@ -80,13 +80,6 @@ def trained(model: Any, optimizer: nnx.Optimizer, steps: int = STEPS) -> dict[st
 def on_one_device(name: str, layers: int) -> dict[str, np.ndarray]:
     model = Layers(layers, nnx.Rngs(0))
     return trained(model, nnx.Optimizer(model, OPTIMIZERS[name](), wrt=nnx.Param))
-
-
-def distance(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
-    """Relative, L2 over all."""
-    assert found.keys() == wanted.keys()
-    square = lambda arrays: sum(float((np.float64(x) ** 2).sum()) for x in arrays)
-    return (square(found[k] - wanted[k] for k in wanted) / square(wanted.values())) ** 0.5
 
 
 def assert_same_places(found: nnx.State, wanted: nnx.State) -> None:
@@ -186,7 +179,7 @@ def test_stacked_layers_are_split_by_layers():
 
 @pytest.mark.wide
 def test_a_linen_model():
-    class Net(nn.Module):
+    class EightMatrices(nn.Module):
         @nn.compact
         def __call__(self, x):
             for i in range(8):
@@ -205,10 +198,10 @@ def test_a_linen_model():
             state = step(state, ROWS)
         return {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree.leaves_with_path(state.params)}, step, state
 
-    plain = Net()
+    plain = EightMatrices()
     params = plain.init(jax.random.key(0), ROWS)["params"]
     wanted, _, _ = run(plain, OPTIMIZERS["muon"](), params)
-    model = js.fully_shard(Net(), mesh=js.mesh())
+    model = js.fully_shard(EightMatrices(), mesh=js.mesh())
     tx = js.shard_optimizer(model, js.shard_matrices(OPTIMIZERS["muon"]()))
     placed = js.shard_init(lambda: model.init(jax.random.key(0), ROWS), model)["params"]
     found, step, state = run(model, tx, placed)

@@ -15,6 +15,7 @@ from jshard.plans.plan import Leaf, make_plan
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import NESTED, OUTER, OWN, Unit, nested_units, unit_of
 from tests.helpers import Config, abstract, with_placement
+from tests.toy_models import TwoLayers
 
 WIDTH = 128
 
@@ -57,20 +58,10 @@ def test_all_parameters_that_cannot_be_placed_are_in_one_error():
 
 
 def test_nnx_and_linen_have_one_plan():
-    class Layer(nnx.Module):
+    class HasALayer(nnx.Module):
         def __init__(self, rngs):
-            self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-            self.down = nnx.Linear(2 * WIDTH, 1009, rngs=rngs)
-
-        def __call__(self, x):
-            return self.down(self.up(x))
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layer, self.head = Layer(rngs), nnx.Linear(1009, 33, rngs=rngs)
-
-        def __call__(self, x):
-            return self.head(self.layer(x))
+            self.layer = TwoLayers(WIDTH, 2 * WIDTH, 1009, rngs)
+            self.head = nnx.Linear(1009, 33, rngs=rngs)
 
     class LinenLayer(nn.Module):
         @nn.compact
@@ -86,7 +77,7 @@ def test_nnx_and_linen_have_one_plan():
     settings = {"mesh": mesh, "ignored": "layer/up/bias", "mixed_precision": js.MixedPrecision(param_dtype="bfloat16")}
     one = js.plan(
         js.abstract_init(
-            lambda: Model(nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Layer, **with_placement(**settings))
+            lambda: HasALayer(nnx.Rngs(0)), lambda m: js.fully_shard(m, units=TwoLayers, **with_placement(**settings))
         )
     )
     linen = js.fully_shard(LinenModel(), units=LinenLayer, **with_placement(**settings))

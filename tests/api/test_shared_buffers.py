@@ -10,6 +10,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.train import TrainStep
+from tests.helpers import mean_square
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 BOTH = js.PlacementPolicy(min_size=1, allow_replicated=["*bias"])
@@ -40,10 +41,6 @@ class Shared(nnx.Module):
         return x * self.a[...] * self.b[...] + self.mean[...] * self.table
 
 
-def loss_fn(model, x):
-    return jnp.square(model(x)).mean()
-
-
 def buffers(tree):
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     return [(s.device.id, s.data.unsafe_buffer_pointer()) for x in leaves for s in x.addressable_shards]
@@ -55,7 +52,7 @@ def wanted(build, tx=None, steps=3):
 
     @nnx.jit
     def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+        loss, grads = nnx.value_and_grad(mean_square)(model, x)
         optimizer.update(model, grads)
         return loss
 
@@ -69,7 +66,7 @@ def test_a_model_that_holds_an_array_twice_trains_in_a_step_that_donates_it(buil
     params = nnx.state(model, nnx.Param)
     assert len(buffers(params)) == len(set(buffers(params)))
     x = js.shard_batch(X, mesh)
-    step = TrainStep(loss_fn, model, js.shard_optimizer(model, optax.sgd(0.1)), x)
+    step = TrainStep(mean_square, model, js.shard_optimizer(model, optax.sgd(0.1)), x)
     np.testing.assert_allclose([float(step(x)["loss"]) for _ in range(3)], wanted(build), rtol=1e-5)
 
 
@@ -81,7 +78,7 @@ def test_a_clone_in_the_model_may_be_donated_by_a_step_of_plain_flax(first):
 
     @nnx.jit(donate_argnums=(0, 1))
     def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+        loss, grads = nnx.value_and_grad(mean_square)(model, x)
         optimizer.update(model, grads)
         return loss
 
@@ -94,7 +91,7 @@ def test_two_models_of_the_same_arrays_are_placed_apart():
     online, target = (js.fully_shard(nnx.clone(plain), mesh=js.mesh(), placement=BOTH) for _ in range(2))
     optimizer = js.shard_optimizer(online, optax.sgd(0.1))
     x = js.shard_batch(X, js.mesh())
-    step = TrainStep(loss_fn, online, optimizer, x)
+    step = TrainStep(mean_square, online, optimizer, x)
     step(x)
     for model in (plain, target):
         for now, before in zip(jax.tree.leaves(nnx.state(model)), kept, strict=True):
@@ -116,7 +113,7 @@ def test_optimizer_state_that_is_the_parameters_is_donated_apart():
     model = js.fully_shard(nnx.Linear(32, 4, rngs=nnx.Rngs(0)), mesh=mesh, placement=BOTH)
     optimizer = nnx.Optimizer(model, keeps_parameters(), wrt=nnx.Param)
     x = js.shard_batch(X, mesh)
-    step = TrainStep(loss_fn, model, optimizer, x)
+    step = TrainStep(mean_square, model, optimizer, x)
     found = [float(step(x)["loss"]) for _ in range(3)]
     build = lambda: nnx.Linear(32, 4, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(found, wanted(build, keeps_parameters()), rtol=1e-5)

@@ -19,7 +19,7 @@ from jshard.plans.padding import logical_shape
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 
 
-class Model(nnx.Module):
+class OneOfEachPlacement(nnx.Module):
     """A parameter whose dim divides, one that is stored padded, and one that is small."""
 
     def __init__(self, rngs: nnx.Rngs):
@@ -31,8 +31,8 @@ class Model(nnx.Module):
         return self.a(x) + self.out(self.embed(jnp.arange(x.shape[0])))
 
 
-def made(seed: int = 0) -> Model:
-    return js.shard_init(lambda: Model(nnx.Rngs(seed)), lambda m: js.fully_shard(m, mesh=js.mesh()))
+def made(seed: int = 0) -> OneOfEachPlacement:
+    return js.shard_init(lambda: OneOfEachPlacement(nnx.Rngs(seed)), lambda m: js.fully_shard(m, mesh=js.mesh()))
 
 
 def shardings(model: Any) -> dict[str, str]:
@@ -52,40 +52,40 @@ def padding(variable: nnx.Variable) -> np.ndarray:
     return stored
 
 
-def by_update(model: Model, full: dict) -> Model:
-    state = nnx.state(Model(nnx.Rngs(1)), nnx.Param)
+def by_update(model: OneOfEachPlacement, full: dict) -> OneOfEachPlacement:
+    state = nnx.state(OneOfEachPlacement(nnx.Rngs(1)), nnx.Param)
     nnx.replace_by_pure_dict(state, full)
     nnx.update(model, state)
     return model
 
 
-def by_replacing_in_its_state(model: Model, full: dict) -> Model:
+def by_replacing_in_its_state(model: OneOfEachPlacement, full: dict) -> OneOfEachPlacement:
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, full)
     nnx.update(model, state)
     return model
 
 
-def by_pure_dict(model: Model, full: dict) -> Model:
+def by_pure_dict(model: OneOfEachPlacement, full: dict) -> OneOfEachPlacement:
     nnx.update(model, full)
     return model
 
 
-def by_item(model: Model, full: dict) -> Model:
+def by_item(model: OneOfEachPlacement, full: dict) -> OneOfEachPlacement:
     for name, layer in full.items():
         for key, value in layer.items():
             getattr(getattr(model, name), key)[...] = value
     return model
 
 
-def by_set_value(model: Model, full: dict) -> Model:
+def by_set_value(model: OneOfEachPlacement, full: dict) -> OneOfEachPlacement:
     for name, layer in full.items():
         for key, value in layer.items():
             getattr(getattr(model, name), key).set_value(value)
     return model
 
 
-def into_a_clone(model: Model, full: dict) -> Model:
+def into_a_clone(model: OneOfEachPlacement, full: dict) -> OneOfEachPlacement:
     return by_update(nnx.clone(model), full)
 
 
@@ -101,7 +101,7 @@ SOURCES: dict[str, Callable[[np.ndarray], Any]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("write", WRITERS)
 def test_written_values_are_placed_as_planned(write, source):
-    model, new = made(), Model(nnx.Rngs(7))
+    model, new = made(), OneOfEachPlacement(nnx.Rngs(7))
     planned, wanted = shardings(model), values(new)
     model = write(model, jax.tree.map(SOURCES[source], wanted))
     assert shardings(model) == planned
@@ -121,7 +121,7 @@ def test_a_state_written_as_a_function_of_raw_arrays_has_zeros_for_padding():
 
 def test_values_written_inside_jit_are_placed_and_padded_as_planned():
     @nnx.jit
-    def renew(model: Model) -> None:
+    def renew(model: OneOfEachPlacement) -> None:
         nnx.update(model, jax.tree.map(lambda x: jnp.ones_like(x) * 3, nnx.state(model, nnx.Param)))
         model.a.kernel[...] = jnp.full((64, 64), 2.0)
 
@@ -145,7 +145,7 @@ def test_rows_of_one_device_can_be_written_into_a_sharded_parameter():
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_model_merged_from_a_full_state_is_placed_by_its_first_call(source):
-    plain = Model(nnx.Rngs(7))
+    plain = OneOfEachPlacement(nnx.Rngs(7))
     planned, graphdef = shardings(made()), nnx.graphdef(made())
     state = jax.tree.map(SOURCES[source], nnx.state(plain))
     model = nnx.merge(graphdef, state)
@@ -160,7 +160,7 @@ def test_a_model_merged_from_a_full_state_is_placed_by_its_first_call(source):
 
 
 def test_a_model_merged_from_a_plain_state_inside_jit_computes_and_differentiates_as_the_plain_one():
-    graphdef, plain = nnx.graphdef(made()), Model(nnx.Rngs(7))
+    graphdef, plain = nnx.graphdef(made()), OneOfEachPlacement(nnx.Rngs(7))
 
     def loss(state: nnx.State, graphdef: nnx.GraphDef) -> jax.Array:
         return (nnx.merge(graphdef, state)(X) ** 2).mean()
@@ -180,7 +180,7 @@ def test_a_variable_put_in_the_place_of_another_is_placed_by_the_next_call():
 
 
 def test_a_model_closed_over_by_a_compiled_function_holds_no_value_of_its_trace():
-    model = nnx.merge(nnx.graphdef(made()), nnx.state(Model(nnx.Rngs(7))))
+    model = nnx.merge(nnx.graphdef(made()), nnx.state(OneOfEachPlacement(nnx.Rngs(7))))
     jax.jit(lambda x: model(x))(X)
     assert np.isfinite(np.asarray(model.a.kernel[...])).all()
     assert model.a.kernel.get_raw_value().sharding.num_devices == 8
@@ -197,7 +197,7 @@ def test_written_optimizer_state_is_placed_as_planned():
 
 
 def test_the_tree_of_a_placed_model_is_that_of_a_plain_one():
-    placed, plain = nnx.state(made(), nnx.Not(nnx.PathContains("embed"))), Model(nnx.Rngs(0))
+    placed, plain = nnx.state(made(), nnx.Not(nnx.PathContains("embed"))), OneOfEachPlacement(nnx.Rngs(0))
     plain_state = nnx.state(plain, nnx.Not(nnx.PathContains("embed")))
     jax.tree.map(np.testing.assert_array_equal, placed, plain_state)
     assert type(made().a.kernel) is nnx.Param
@@ -207,30 +207,30 @@ def test_the_tree_of_a_placed_model_is_that_of_a_plain_one():
 def test_a_deep_copy_is_placed_again_by_its_first_call(copied):
     model = copied(made())
     planned = shardings(made())
-    by_update(model, values(Model(nnx.Rngs(7))))
+    by_update(model, values(OneOfEachPlacement(nnx.Rngs(7))))
     model(X)
     assert shardings(model) == planned
 
 
 @pytest.mark.parametrize("axes", [{"replica": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}])
 def test_written_values_are_placed_as_planned_on_other_meshes(axes):
-    def annotate(model: Model) -> None:
+    def annotate(model: OneOfEachPlacement) -> None:
         if "tensor" in axes:
             js.parallel.split(model, {"a/kernel": (None, "tensor")})
         js.fully_shard(model, mesh=js.mesh(**axes))
 
-    model = js.shard_init(lambda: Model(nnx.Rngs(0)), annotate)
-    planned, wanted = shardings(model), values(Model(nnx.Rngs(7)))
+    model = js.shard_init(lambda: OneOfEachPlacement(nnx.Rngs(0)), annotate)
+    planned, wanted = shardings(model), values(OneOfEachPlacement(nnx.Rngs(7)))
     by_update(model, wanted)
     assert shardings(model) == planned
     jax.tree.map(np.testing.assert_array_equal, values(model), wanted)
 
 
 def test_values_written_to_an_offloaded_parameter_return_to_host_memory():
-    model = Model(nnx.Rngs(0))
+    model = OneOfEachPlacement(nnx.Rngs(0))
     js.fully_shard(model, mesh=js.mesh(), placement=js.PlacementPolicy(offload="params"))
     kinds = jax.tree.map(lambda x: x.sharding.memory_kind, nnx.state(model))
-    by_update(model, values(Model(nnx.Rngs(7))))
+    by_update(model, values(OneOfEachPlacement(nnx.Rngs(7))))
     assert jax.tree.map(lambda x: x.sharding.memory_kind, nnx.state(model)) == kinds
     assert model.a.kernel.get_raw_value().sharding.memory_kind == "pinned_host"
 

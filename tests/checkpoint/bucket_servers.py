@@ -21,6 +21,9 @@ from typing import Any
 
 import pytest
 
+from jshard.checkpoint import buckets
+from jshard.checkpoint.buckets import BucketPath
+
 BUCKET = "checkpoints"
 _NEEDED = {
     "s3": (("obstore", "moto", "flask", "flask_cors"), "pip install obstore 'moto[s3]' flask flask-cors"),
@@ -54,8 +57,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(scheme: str) -> Iterator[Server]:
-    """An empty bucket, for as long as it is open; this process reaches it too."""
+def serve(scheme: str, *, request_s: float) -> Iterator[Server]:
+    """An empty bucket, for as long as it is open; this process reaches it too, and waits so long for an answer."""
     with _emulator(scheme) as port:
         handler = type("Handler", (_Gcs if scheme == "gs" else _Proxy,), {"to": ("127.0.0.1", port), "uploads": {}})
         proxy = _Listener(("127.0.0.1", 0), handler)
@@ -76,9 +79,22 @@ def serve(scheme: str) -> Iterator[Server]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in server.environment.items():
                 patch.setenv(name, value)
+            patch.setattr(buckets, "RETRIES", 3)
+            patch.setattr(buckets, "_REQUEST_S", request_s)
+            buckets._store.cache_clear()
             yield server
+            buckets._store.cache_clear()
         proxy.shutdown()
         proxy.server_close()
+
+
+def folder_of_a_test(server: Server, request: pytest.FixtureRequest) -> Iterator[BucketPath]:
+    """The place of a test in the bucket, where no request fails and none was made: what a fixture yields."""
+    place = BucketPath.parse(f"{server.url}/{request.node.originalname}")
+    assert place is not None
+    server.log.clear()
+    yield place
+    server.fault = lambda method, path: None
 
 
 @contextlib.contextmanager

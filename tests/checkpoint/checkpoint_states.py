@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 SAMPLES = 10_000
 
 
-class Layer(nnx.Module):
+class WithDropout(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.up = nnx.Linear(16, 24, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -41,9 +41,9 @@ class Layer(nnx.Module):
         return x + self.down(self.drop(jax.nn.gelu(self.up(x))))
 
 
-class Net(nnx.Module):
+class WithAPaddedHead(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+        self.layers = nnx.List([WithDropout(rngs) for _ in range(2)])
         self.odd = nnx.Linear(16, 13, rngs=rngs)  # no axis divides 13: stored padded
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -71,14 +71,14 @@ def abstract(layout: str) -> dict[str, Any]:
 def _modules(layout: str) -> dict[str, Any]:
     mesh = mesh_of(layout)
 
-    def annotate(model: Net) -> None:
+    def annotate(model: WithAPaddedHead) -> None:
         for layer in model.layers:
             if mesh.shape["tensor"] > 1:
                 layer.up.kernel.set_metadata(out_sharding=(None, "tensor"), eager_sharding=False)
             js.fully_shard(layer, mesh=mesh, placement=js.PlacementPolicy(min_size=1))
         js.fully_shard(model, mesh=mesh, placement=js.PlacementPolicy(shard_dim=-1))
 
-    model = js.abstract_init(lambda: Net(nnx.Rngs(0)), annotate)
+    model = js.abstract_init(lambda: WithAPaddedHead(nnx.Rngs(0)), annotate)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     return {"model": model, "optimizer": abstract_optimizer(model, tx)}
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jshard.checkpoint import buckets
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath
 from jshard.checkpoint.packed.file_io import do_all
 from jshard.checkpoint.packed.file_reads import Range, reads
 from jshard.checkpoint.packed.layout import Piece, lay_out_files, parse_index, parse_tail
 from jshard.checkpoint.packed.writer import write_file
-from tests.checkpoint.bucket_servers import SCHEMES, Server, serve
+from tests.checkpoint.bucket_servers import SCHEMES, Server, folder_of_a_test, serve
 
 pytestmark = pytest.mark.wide
 
@@ -22,21 +21,13 @@ FAULTS = ("500", "503", "reset", "reset after", "cut", "slow 2")
 
 @pytest.fixture(scope="module", params=SCHEMES)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch, serve(request.param) as found:
-        patch.setattr(buckets, "RETRIES", 3)
-        patch.setattr(buckets, "_REQUEST_S", 1.0)
-        buckets._store.cache_clear()
-        yield found
-        buckets._store.cache_clear()
+    with serve(request.param, request_s=1.0) as server:
+        yield server
 
 
 @pytest.fixture
 def place(server: Server, request: pytest.FixtureRequest) -> Iterator[BucketPath]:
-    found = BucketPath.parse(f"{server.url}/{request.node.originalname}")
-    assert found is not None
-    server.log.clear()
-    yield found
-    server.fault = lambda method, path: None
+    yield from folder_of_a_test(server, request)
 
 
 def first(server: Server, kind: str) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, saving, storage
-from jshard.checkpoint.ownership import DRAFT_SUFFIX
+from jshard.checkpoint.ownership import DRAFT_SUFFIX, draft_of
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.series.checkpointer import Keep
 from jshard.errors import RunError
@@ -152,6 +152,24 @@ def test_two_saves_do_not_write_into_one_folder(tmp_path, gate):
     second.save(2, state(2))
     assert second.steps() == [1, 2] and is_state(second.restore(state(0), step=1), 1)
     assert not list(tmp_path.glob(f"*{DRAFT_SUFFIX}*"))
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, lambda path, state: checkpoint.save_async(path, state).wait()])
+def test_removed_remains_are_told_at_the_line_that_saves(tmp_path, save):
+    draft_of(tmp_path / "c").mkdir()
+    with pytest.warns(CheckpointWarning, match="the remains of an interrupted save") as warned:
+        save(tmp_path / "c", state(1))
+    assert warned[0].filename == __file__
+
+
+def test_what_a_restore_warns_of_is_told_at_the_line_that_restores(tmp_path):
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(1, {"w": np.ones(4, np.float32)})
+    like = {"w": jnp.zeros(4, jnp.float16)}
+    for restore in (lambda: ckpt.restore(like), lambda: checkpoint.restore(tmp_path / "1", like)):
+        with pytest.warns(CheckpointWarning, match="changes dtype") as warned:
+            restore()
+        assert warned[0].filename == __file__
 
 
 FORKED = """

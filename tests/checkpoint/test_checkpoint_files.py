@@ -83,6 +83,34 @@ def test_any_box_comes_out_of_any_pieces(tmp_path, dtype):
         do_all(pieces.reads([Want(1, values.shape, (box,), out)], verify=True), threads=2)
 
 
+def test_a_gap_beside_an_overlap_of_equal_size_is_refused(tmp_path):
+    values = np.arange(24, dtype=np.float32).reshape(8, 3)
+    # Rows 2 and 3 twice, and rows 6 and 7 never: together they have as many elements as the leaf.
+    boxes = [((0, 4), (0, 3)), ((2, 6), (0, 3))]
+    (layout,) = lay_out_files([Piece(0, "a", values.dtype, box) for box in boxes])
+    place = LocalFolder(tmp_path)
+    write_file(place, "a.safetensors", layout, lambda number: values[inside(layout.pieces[number].box)])
+    pieces = Pieces([PackedFile.open(place, "a.safetensors", layout.num_bytes)], 1)
+    whole = ((0, 8), (0, 3))
+    with pytest.raises(ValueError, match=r"elements of a leaf of shape \(8, 3\) are in the files twice"):
+        list(pieces.reads([Want(0, values.shape, (whole,), Slab(1, values.shape, values.dtype))], verify=True))
+    assert pieces.num_missing(0, values.shape) == 0 and pieces.has_overlap(0)
+    # What the overlap does not touch is read as before.
+    out = Slab(1, (2, 3), values.dtype)
+    do_all(pieces.reads([Want(0, values.shape, (((0, 2), (0, 3)),), out)], verify=True), threads=2)
+    np.testing.assert_array_equal(out.boxes[0], values[:2])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_overlap_is_found_along_any_dim_and_neighbours_are_none(dim):
+    starts = np.zeros((100, 2), np.int64)
+    starts[:, dim] = np.random.default_rng(0).permutation(100) * 4
+    stops = starts + 4
+    assert not layout_module.has_overlap(starts, stops)
+    stops[np.argmin(starts[:, dim]), dim] += 1
+    assert layout_module.has_overlap(starts, stops)
+
+
 class Device:
     def __init__(self, process):
         self.process_index = process

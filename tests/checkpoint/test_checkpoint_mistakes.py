@@ -31,7 +31,7 @@ ADAMW = optax.adamw(1e-3)
 CHAIN = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
 
-class Net(nnx.Module):
+class ResizableLayers(nnx.Module):
     def __init__(self, width=16, *, bias=True, tail=False):
         rngs = nnx.Rngs(0)
         self.up = nnx.Linear(8, width, use_bias=bias, rngs=rngs)
@@ -41,7 +41,7 @@ class Net(nnx.Module):
 
 
 def state(model=None, tx=CHAIN):
-    model = model or Net()
+    model = model or ResizableLayers()
     return {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param), "step": 0}
 
 
@@ -113,12 +113,14 @@ def not_one(run):
 
 def indivisible(run):
     sharding = NamedSharding(js.mesh(fsdp=3, devices=jax.devices()[:3]), P("fsdp"))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), nnx.state(Net()))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), nnx.state(ResizableLayers())
+    )
     restore(run, {"model": shapes})
 
 
 def other_dtype(run):
-    model = Net()
+    model = ResizableLayers()
     model.up.kernel = nnx.Param(model.up.kernel[...].astype(jnp.int32))
     restore(run, {"model": model})
 
@@ -133,10 +135,10 @@ MISTAKES = {
     "path: after the state": lambda run: checkpoint.save(state(), run / "checkpoints" / "300"),
     "path: in the place of the state": lambda run: checkpoint.restore(run / "checkpoints" / "200", like="/run"),
     "step: there is none": lambda run: Checkpointer(run / "checkpoints").restore(state(), step=150),
-    "model: another width": lambda run: restore(run, state(Net(width=32))),
-    "model: under another name": lambda run: restore(run, {"net": Net()}),
-    "model: a leaf is missing": lambda run: restore(run, state(Net(tail=True))),
-    "model: a leaf is left over": lambda run: restore(run, state(Net(bias=False))),
+    "model: another width": lambda run: restore(run, state(ResizableLayers(width=32))),
+    "model: under another name": lambda run: restore(run, {"net": ResizableLayers()}),
+    "model: a leaf is missing": lambda run: restore(run, state(ResizableLayers(tail=True))),
+    "model: a leaf is left over": lambda run: restore(run, state(ResizableLayers(bias=False))),
     "optimizer: another": lambda run: restore(run, state(tx=optax.sgd(1e-3, momentum=0.9))),
     "optimizer: one more link in the chain": lambda run: restore(run, state(tx=optax.chain(optax.identity(), CHAIN))),
     "target: indivisible": indivisible,
@@ -195,11 +197,11 @@ def test_lines_to_paste_work(run):
     assert f"rename={json.dumps(rename)}" in golden()["optimizer: one more link in the chain"]
     restored = checkpoint.restore(path, chain, rename=rename)
     assert jax.tree.structure(nnx.state(restored["optimizer"])) == jax.tree.structure(nnx.state(chain["optimizer"]))
-    model = checkpoint.restore(path, {"net": Net()}, rename={"net": "model"})["net"]
-    np.testing.assert_array_equal(model.up.kernel, Net().up.kernel)
+    model = checkpoint.restore(path, {"net": ResizableLayers()}, rename={"net": "model"})["net"]
+    np.testing.assert_array_equal(model.up.kernel, ResizableLayers().up.kernel)
     with pytest.warns(checkpoint.CheckpointWarning, match="6 leaves keep their values in `like`"):
-        checkpoint.restore(path, state(Net(tail=True)), missing="init")
+        checkpoint.restore(path, state(ResizableLayers(tail=True)), missing="init")
     with pytest.warns(checkpoint.CheckpointWarning, match="3 stored leaves are skipped"):
-        checkpoint.restore(path, state(Net(bias=False)), extra="ignore")
+        checkpoint.restore(path, state(ResizableLayers(bias=False)), extra="ignore")
     assert Checkpointer(run / "checkpoints").restore(state(), step=200)["step"] == 0
     assert checkpoint.restore(run / "checkpoints" / "100", state(), verify=False)["step"] == 0

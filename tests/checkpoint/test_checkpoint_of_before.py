@@ -26,7 +26,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 BEFORE = [FIXTURES / "checkpoints_of_0_1", FIXTURES / "checkpoints_packed"]
 
 
-class Net(nnx.Module):
+class PaddedWithDropout(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.odd = nnx.Linear(7, 5, rngs=rngs)  # no axis divides them: held padded
         self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -39,7 +39,9 @@ def state_on(num_devices: int) -> dict[str, Any]:
     def put(shape: tuple[int, ...], dtype: Any, *spec: str | None) -> jax.Array:
         return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, PartitionSpec(*spec)))
 
-    model = js.fully_shard(Net(nnx.Rngs(0)), mesh=mesh, placement=js.PlacementPolicy(shard_dim=-1, min_size=1))
+    model = js.fully_shard(
+        PaddedWithDropout(nnx.Rngs(0)), mesh=mesh, placement=js.PlacementPolicy(shard_dim=-1, min_size=1)
+    )
     return {
         "params": {
             "kernel": put((8, 6), jnp.bfloat16, "fsdp"),

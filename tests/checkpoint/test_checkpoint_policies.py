@@ -24,7 +24,7 @@ from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 
 
-class Net(nnx.Module):
+class EveryKindOfState(nnx.Module):
     """Two blocks, a tied layer, dropout, statistics, and a variable that holds a tree."""
 
     def __init__(self, seed):
@@ -60,14 +60,14 @@ def are_matrices(params):
 
 
 def adam_of(seed, tx):
-    model = Net(seed)
+    model = EveryKindOfState(seed)
     return {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
 
 
 # By what a state is made of: the state with the numbers of a seed.
 STATES = {
-    "a module alone": Net,
-    "nnx.State": lambda seed: nnx.state(Net(seed)),
+    "a module alone": EveryKindOfState,
+    "nnx.State": lambda seed: nnx.state(EveryKindOfState(seed)),
     "Linen's TrainState": lambda seed: {"train": train_state(seed), "epoch": seed},
     "frozen dicts": lambda seed: {"v": flax.core.freeze({"params": {"w": jnp.ones(3) * seed}})},
     "a list": lambda seed: [jnp.arange(3) + seed, (seed, {"a": jnp.ones(1) * seed})],
@@ -116,7 +116,7 @@ def test_it_comes_back_as_it_was(tmp_path, name):
 
 
 def test_the_next_random_numbers_are_those_that_would_have_come(tmp_path):
-    model, other = Net(1), Net(2)
+    model, other = EveryKindOfState(1), EveryKindOfState(2)
     draw = lambda model: np.asarray(model.drop(jnp.ones(64)))
     draw(model)
     checkpoint.save(tmp_path / "c", model)
@@ -295,7 +295,7 @@ def test_what_is_abstract_and_missing_cannot_stay(saved):
 
 
 def test_extra_leaves_are_left_out_and_listed_once(saved):
-    model = nnx.Dict(blocks=Net(0).blocks)
+    model = nnx.Dict(blocks=EveryKindOfState(0).blocks)
     with pytest.raises(
         CheckpointError, match=r"model/norm/mean  stored \(4,\)  wanted nothing|model/norm/\.\.\.  stored 4 leaves"
     ):

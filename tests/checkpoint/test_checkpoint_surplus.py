@@ -62,7 +62,7 @@ SOURCES = {
 }
 
 
-class Net(nnx.Module):
+class LayersAndState(nnx.Module):
     """Layers without biases, random keys, and if asked for also statistics."""
 
     def __init__(self, num_layers, *, has_statistics=False, rate=0.5):
@@ -95,19 +95,19 @@ def test_surplus_parameters_are_an_error_that_names_them_unless_they_are_skipped
 
 
 def trained(num_layers, **options):
-    model = Net(num_layers, **options)
+    model = LayersAndState(num_layers, **options)
     return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), "step": 3}
 
 
 def test_only_params_of_a_training_state_skips_what_is_no_parameter_silently(tmp_path):
     """Optimizer state, random keys and counters of the model, and statistics that the model has a place for."""
     checkpoint.save(tmp_path / "c", trained(2, has_statistics=True))
-    for like in (Net(2, has_statistics=True), Net(2, has_statistics=True, rate=0)):
+    for like in (LayersAndState(2, has_statistics=True), LayersAndState(2, has_statistics=True, rate=0)):
         restored = checkpoint.restore(tmp_path / "c", {"model": like}, only="params")["model"]
-        np.testing.assert_array_equal(restored.blocks[1].kernel, Net(2).blocks[1].kernel)
-    checkpoint.restore(tmp_path / "c", Net(2, has_statistics=True), only="params", rename={"": "model"})
+        np.testing.assert_array_equal(restored.blocks[1].kernel, LayersAndState(2).blocks[1].kernel)
+    checkpoint.restore(tmp_path / "c", LayersAndState(2, has_statistics=True), only="params", rename={"": "model"})
     with pytest.raises(SurplusError, match=r"has 2 leaves(.|\n)*model/norm/mean(.|\n)*model/norm/var"):
-        checkpoint.restore(tmp_path / "c", {"model": Net(2)}, only="params")
+        checkpoint.restore(tmp_path / "c", {"model": LayersAndState(2)}, only="params")
 
 
 def test_optimizer_state_of_a_flat_checkpoint_is_no_parameter(tmp_path):
@@ -116,7 +116,7 @@ def test_optimizer_state_of_a_flat_checkpoint_is_no_parameter(tmp_path):
     write_safetensors(tmp_path / "c", Held(arrays | {"lr_scheduler.last": np.ones(2, np.float32)}))
     names = {f"blocks/{i}/kernel": name for i, name in enumerate(LAYERS)}
     for how in ({}, {"names": names}):
-        restored = checkpoint.restore(tmp_path / "c", {"model": Net(3)}, only="params", **how)["model"]
+        restored = checkpoint.restore(tmp_path / "c", {"model": LayersAndState(3)}, only="params", **how)["model"]
         assert restored.blocks[2].kernel[0, 0] == 3
 
 

@@ -146,10 +146,25 @@ def unknown_piece(step):
     edit_model(step, 2, frozen_param_fragments={"frozen": pieces(FROZEN["frozen"])[2], "lost": np.zeros(2, np.float32)})
 
 
+def other_dtype(step):
+    state = {"zero_stage": 3, "fp32_flat_groups": [np.zeros(30, np.float16)]}
+    save(step / "zero_pp_rank_1_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state})
+
+
+def other_frozen_dtype(step):
+    piece = pieces(FROZEN["frozen"])[2].astype(np.float32)  # would be rounded to the dtype of the first rank's piece
+    edit_model(step, 2, frozen_param_fragments={"frozen": piece})
+
+
 DAMAGE = {
     "other shapes": (other_shapes, "rank_1(.|\n)*it does not list the parameters that zero_pp_rank_0_mp"),
     "lost buffer": (lost_buffer, "it lists the buffer table and does not hold it"),
     "unknown piece": (unknown_piece, "rank_2(.|\n)*it has a piece of lost"),
+    "other dtype": (
+        other_dtype,
+        "rank_1(.|\n)*its flat weights are float16, and those of zero_pp_rank_0.* are float32",
+    ),
+    "other frozen dtype": (other_frozen_dtype, "rank_2(.|\n)*its piece of frozen is float32, and that of .*bfloat16"),
     "lost rank": (lambda step: (step / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(), r"ranks \[0, 2\]"),
     "lost model state": (lambda step: (step / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink(), r"of \[0, 1\]"),
     "cut": (truncate, "cannot be read"),

@@ -22,13 +22,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, buckets
+from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.buckets import BucketError, BucketPath
 from jshard.checkpoint.series import lease as series_lease
 from jshard.checkpoint.series.lease import SeriesLease
 from jshard.cli import main
 from jshard.errors import RunError
-from tests.checkpoint.bucket_servers import SCHEMES, Server, serve
+from tests.checkpoint.bucket_servers import SCHEMES, Server, folder_of_a_test, serve
 from tests.compiling import python
 from tests.micro_gpt import USERS_FILE
 from tests.processes.test_checkpoint_processes import end, read, start_two
@@ -40,21 +40,13 @@ KILLS = int(os.environ.get("KILLS", "6"))
 
 @pytest.fixture(scope="module", params=SCHEMES)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch, serve(request.param) as found:
-        patch.setattr(buckets, "RETRIES", 3)
-        patch.setattr(buckets, "_REQUEST_S", 10.0)
-        buckets._store.cache_clear()
-        yield found
-        buckets._store.cache_clear()
+    with serve(request.param, request_s=10.0) as server:
+        yield server
 
 
 @pytest.fixture
 def series(server: Server, request: pytest.FixtureRequest) -> Iterator[BucketPath]:
-    found = BucketPath.parse(f"{server.url}/{request.node.originalname}")
-    assert found is not None
-    server.log.clear()
-    yield found
-    server.fault = lambda method, path: None
+    yield from folder_of_a_test(server, request)
 
 
 def state(step: int, rows: int = 16):

@@ -1,6 +1,5 @@
 """A file of `torch.save` is read in each form that PyTorch gives it: views, dtypes, and the format before archives."""
 
-import importlib.util
 import subprocess
 import sys
 
@@ -208,11 +207,8 @@ torch.save(state, f"{folder}/legacy.pt", _use_new_zipfile_serialization=False)
 
 
 def test_files_that_pytorch_wrote_are_read(tmp_path):
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("PyTorch is not installed")
+    torch = pytest.importorskip("torch")
     subprocess.run([sys.executable, "-c", REAL, str(tmp_path)], check=True)
-    import torch
-
     for name in ("archive.pt", "legacy.pt"):
         source = TorchSource(tmp_path / name)
         state = torch.load(tmp_path / name, weights_only=True)

@@ -96,7 +96,7 @@ def test_each_placement_on_a_mesh_of_two_axes_is_read(name, tmp_path):
         local = W
         for placement, degree, index in zip(PLACEMENTS[name], (3, 2), coordinate, strict=True):
             if placement is not WHOLE:
-                local = chunk(local, degree, index, placement.state["dim"])
+                local = chunk(local, degree, index, 0 if placement is ROWS else 1)
         states.append({"w": dtensor(local, W.shape, PLACEMENTS[name], (3, 2), coordinate)})
     check_source(TorchSource(write(tmp_path / "run", states)), {"w": W})
 

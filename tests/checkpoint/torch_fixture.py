@@ -98,7 +98,7 @@ def save_legacy(path: Path, value: Any, *, system: dict = SYSTEM, keys: Any = No
 TENSOR = "torch.distributed.tensor"
 
 
-def placed(kind: str, **fields: int) -> PickledObject:
+def placed(kind: str, **fields: Any) -> PickledObject:
     """A placement: `placed("Shard", dim=0)`."""
     return PickledObject(PickledGlobal(f"{TENSOR}.placement_types", kind), fields)
 

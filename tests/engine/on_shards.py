@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jshard.engine.mixing import Mixing
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules import State, Value
+from tests.parity import numbers_of
 
 AXES = ("replica", "fsdp")
 
@@ -68,7 +69,7 @@ def on_shards(
         lowered = jax.jit(once).lower(*args)
         compiled = lowered.compile()
         return Found(list(compiled(*args)), [], region.moved, lowered.as_text(), compiled)
-    floats, num_outs, tree = [_is_float(x) for x in args], [], []
+    floats, num_outs, tree = [is_float(x) for x in args], [], []
 
     def forward(*xs: Any) -> list[Any]:
         outs, vjp, others = jax.vjp(lambda *fs: _outs(fn, _merge(floats, fs, xs)), *_pick(floats, xs), has_aux=True)
@@ -134,7 +135,7 @@ def one_device(fn: Callable, args: Sequence[Any], *, gradients: bool = True) -> 
     args = [jnp.asarray(x) for x in args]
     if not gradients:
         return jax.tree.leaves(jax.jit(fn)(*args)), []
-    floats = [_is_float(x) for x in args]
+    floats = [is_float(x) for x in args]
 
     @jax.jit
     def both(*fs: Any) -> Any:
@@ -165,7 +166,7 @@ def check_on(
 
 def difference(a: Any, b: Any) -> float:
     """The largest difference, in units of the largest element."""
-    a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x).astype(np.float64) for x in (a, b))
+    a, b = (np.asarray(numbers_of(x)).astype(np.float64) for x in (a, b))
     return float(np.abs(a - b).max(initial=0) / (np.abs(a).max(initial=0) + 1e-30))
 
 
@@ -211,7 +212,7 @@ def _spec(dim: Any) -> P:
 
 def _outs(fn: Callable, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     outs = jax.tree.leaves(fn(*args))
-    return [x for x in outs if _is_float(x)], [x for x in outs if not _is_float(x)]
+    return [x for x in outs if is_float(x)], [x for x in outs if not is_float(x)]
 
 
 def _merge(which: Sequence[bool], floats: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -223,9 +224,6 @@ def _pick(which: Sequence[bool], xs: Sequence[Any]) -> list[Any]:
     return [x for x, f in zip(xs, which, strict=True) if f]
 
 
-def _is_float(x: Any) -> bool:
+def is_float(x: Any) -> bool:
+    """Whether an array may have a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 import jshard as js
 from tests.engine.mixing_models import LINEN as LINEN_MODELS
 from tests.engine.mixing_models import MODELS, VECTORS, WIDTH
+from tests.parity import numbers_of
 
 TOLERANCE = 2e-6  # of the largest element of the array
 MESHES = {"fsdp=8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "tensor": {"fsdp": 4, "tensor": 2}}
@@ -41,7 +42,7 @@ def on_host(tree: Any) -> dict[str, np.ndarray]:
 
 def _bits(x: Any) -> np.ndarray:
     value = x.get_raw_value()[tuple(map(slice, x.shape))] if isinstance(x, nnx.Variable) else jnp.asarray(x)
-    return np.asarray(jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value)
+    return np.asarray(numbers_of(value))
 
 
 def apart(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], floor: float = 0.0) -> dict[str, float]:
@@ -153,7 +154,7 @@ def trained(name: str, mesh: Any) -> dict[str, np.ndarray]:
 
 
 def _whole(x: Any) -> np.ndarray:
-    bits = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    bits = numbers_of(x)
     return np.asarray(bits if bits.is_fully_addressable else multihost_utils.process_allgather(bits, tiled=True))
 
 

@@ -93,7 +93,7 @@ def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn):
     rng = np.random.default_rng(2)
     x, bias = rng.normal(size=(8, 16, heads, 3 * K)), rng.normal(size=(1, heads, 16, 16))
 
-    class Model(nnx.Module):
+    class ScalesHeadsBesideABias(nnx.Module):
         def __init__(self):
             self.scale, self.bias = nnx.Param(jnp.ones((heads, 3 * K))), nnx.Param(jnp.asarray(bias, jnp.float32))
 
@@ -107,7 +107,7 @@ def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn):
     def gradients(model, x, backend):
         return nnx.value_and_grad(lambda model: (jnp.sin(model(x, backend))).sum())(model)
 
-    model = js.fully_shard(Model(), mesh=mesh)
+    model = js.fully_shard(ScalesHeadsBesideABias(), mesh=mesh)
     given = js.shard_batch(jnp.asarray(x, jnp.float32), mesh)
     text = gradients.lower(model, given, "cudnn").as_text()
     assert f"4x16x2x{K}xbf16" in text or f"2x16x2x{K}xbf16" in text

@@ -11,6 +11,7 @@ import jshard as js
 from jshard.errors import AnnotationError, CallError
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.parity import assert_parity, flat, worst
+from tests.toy_models import Normed
 
 CONFIG = Config(attends=False)
 BATCH = token_batch(CONFIG)
@@ -20,7 +21,7 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-class Layer(nnx.Module):
+class TakesMaskAndPositions(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(64, 64, rngs=rngs)
 
@@ -39,7 +40,7 @@ class Awkward(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.embed, self.head = nnx.Embed(256, 64, rngs=rngs), nnx.Linear(64, 256, rngs=rngs)
-        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+        self.layers = nnx.List([TakesMaskAndPositions(rngs) for _ in range(2)])
         self.table = nnx.data(jnp.linspace(0.5, 1.5, 64))  # an array that is not a variable
 
     def __call__(self, x, mask=None, *, positions=None, train=True):
@@ -71,7 +72,7 @@ class Awkward(nnx.Module):
 
 
 def annotate(model):
-    js.fully_shard(model, mesh=js.mesh(), units=Layer)
+    js.fully_shard(model, mesh=js.mesh(), units=TakesMaskAndPositions)
 
 
 LENGTH = BATCH[0].shape[1]
@@ -187,16 +188,8 @@ def called(model, *args, **kwargs):
     return nnx.jit(lambda model, *args: model(*args, **kwargs))(model, *args)
 
 
-class Normed(nnx.Module):
-    def __init__(self, rngs):
-        self.linear, self.norm = nnx.Linear(64, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
-
-    def __call__(self, x):
-        return self.norm(self.linear(x))
-
-
 def test_check_compares_state_that_the_call_changed():
-    report = js.check(js.fully_shard(Normed(nnx.Rngs(0)), mesh=js.mesh()), ROWS)
+    report = js.check(js.fully_shard(Normed(64, 64, nnx.Rngs(0)), mesh=js.mesh()), ROWS)
     assert report.state.keys() == {"norm/mean", "norm/var"}
     assert "1 outputs, 4 gradients and 2 changed states agree" in str(report)
 

@@ -101,8 +101,8 @@ def test_a_checkpoint_restores_onto_other_degrees(tmp_path):
 B, T, H, G, K = 8, 64, 8, 4, 8
 
 
-class Layer(nnx.Module):
-    """A unit."""
+class GroupedQueries(nnx.Module):
+    """Attention whose queries share keys, which is a unit."""
 
     def __init__(self, rngs, num_heads=H):
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
@@ -115,9 +115,9 @@ class Layer(nnx.Module):
         return x_BTD + self.out(y.reshape(*x_BTD.shape[:2], -1))
 
 
-class Model(nnx.Module):
+class AroundOneUnit(nnx.Module):
     def __init__(self, rngs):
-        self.layer = Layer(rngs)
+        self.layer = GroupedQueries(rngs)
 
     def __call__(self, x_BTD, **how):
         return self.layer(x_BTD, **how)
@@ -133,7 +133,7 @@ def squared(model, x, **how):
 @functools.cache
 def audited(over_context="auto", **degrees):
     mesh = js.mesh(**degrees)
-    model = js.fully_shard(Model(nnx.Rngs(0)), mesh=mesh, units=Layer)
+    model = js.fully_shard(AroundOneUnit(nnx.Rngs(0)), mesh=mesh, units=GroupedQueries)
     step = nnx.jit(nnx.value_and_grad(functools.partial(squared, is_causal=True, over_context=over_context)))
     return js.audit(step.lower(model, js.shard_batch(X, mesh)).lowered, model=model)
 
@@ -185,9 +185,9 @@ def test_in_a_ring_keys_and_values_go_round_and_half_of_the_work_is_left_out(con
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_ring_with_and_without_a_mask(is_causal):
     run = functools.partial(squared, is_causal=is_causal)
-    model = js.fully_shard(Layer(nnx.Rngs(0)), mesh=js.mesh(fsdp=2, context=4))
+    model = js.fully_shard(GroupedQueries(nnx.Rngs(0)), mesh=js.mesh(fsdp=2, context=4))
     found = outcome(model, functools.partial(run, over_context="ring"), X)
-    assert_exact(found, outcome(Layer(nnx.Rngs(0)), run, X))
+    assert_exact(found, outcome(GroupedQueries(nnx.Rngs(0)), run, X))
 
 
 def test_cudnn_runs_on_a_part_of_the_heads(monkeypatch):
@@ -195,7 +195,7 @@ def test_cudnn_runs_on_a_part_of_the_heads(monkeypatch):
         for degrees in ({"fsdp": 4, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}):
             mesh = js.mesh(**degrees)
             half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
-            model = Layer(nnx.Rngs(0))
+            model = GroupedQueries(nnx.Rngs(0))
             js.parallel.split(model, {"[qkv]/kernel": (None, "tensor"), "out/kernel": ("tensor", None)})
             js.fully_shard(model, mesh=mesh, mixed_precision=half)
             run = lambda model, x: squared(model, x, is_causal=True, backend="cudnn")
@@ -205,7 +205,7 @@ def test_cudnn_runs_on_a_part_of_the_heads(monkeypatch):
             assert not found.mixing  # else it was gathered
             assert "all-gather" not in {row.kind for row in found.rows if row.over == ("tensor",)}
             alike = outcome(model, run, js.shard_batch(X, mesh))
-            wanted = outcome(Layer(nnx.Rngs(0)), functools.partial(squared, is_causal=True), X)
+            wanted = outcome(GroupedQueries(nnx.Rngs(0)), functools.partial(squared, is_causal=True), X)
             assert max(worst(alike[k], wanted[k]) for k in wanted) < 0.05
 
 
@@ -242,7 +242,7 @@ class Mixture(nnx.Module):
     """Experts and attention."""
 
     def __init__(self, rngs):
-        self.router, self.layer = nnx.Linear(64, 4, rngs=rngs), Layer(rngs)
+        self.router, self.layer = nnx.Linear(64, 4, rngs=rngs), GroupedQueries(rngs)
         self.up = nnx.Param(0.1 * jax.random.normal(rngs.params(), (4, 64, 64)))
 
     def __call__(self, x_BTD):
@@ -270,10 +270,10 @@ def test_what_does_not_divide_is_an_error():
         js.shard_batch(np.zeros(8), mesh)
     with pytest.raises(CallError, match=r"no sequence that splits(.|\n)*multiple of 4"):
         js.shard_batch({"x": np.zeros((8, 30)), "y": np.zeros(8)}, mesh)
-    model = js.fully_shard(Layer(nnx.Rngs(0)), mesh=mesh)
-    with pytest.raises(CallError, match=r"Layer.__call__: float32\[8, 30, 64\](.|\n)*degree 4"):
+    model = js.fully_shard(GroupedQueries(nnx.Rngs(0)), mesh=mesh)
+    with pytest.raises(CallError, match=r"GroupedQueries.__call__: float32\[8, 30, 64\](.|\n)*degree 4"):
         model(X[:, :30])
-    six = js.fully_shard(Layer(nnx.Rngs(0), num_heads=6), mesh=mesh)
+    six = js.fully_shard(GroupedQueries(nnx.Rngs(0), num_heads=6), mesh=mesh)
     with pytest.raises(KernelError, match=r"heads: q has 6(.|\n)*ring: 8 does not divide 36(.|\n)*--mesh context=2"):
         six(X[:, :36], is_causal=True)
     with pytest.raises(KernelError, match=r"heads: q has 6 heads, not divisible by 4(.|\n)*--mesh context=2"):

@@ -14,6 +14,8 @@ from flax import nnx
 
 import jshard as js
 from jshard.engine.region_call import RegionCall
+from tests import linen_models
+from tests.toy_models import Residual, ScannedTower, Tower
 from tests.wide import slow, wide
 
 WIDTH = 16
@@ -21,46 +23,24 @@ ROWS = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
 DIRECTION = np.sin(np.arange(ROWS.size, dtype=np.float32)).reshape(ROWS.shape)
 
 
-class Block(nnx.Module):
-    """A layer with two matrices of different shapes."""
-
-    def __init__(self, rngs: nnx.Rngs, hidden: int = 24) -> None:
-        self.up = nnx.Linear(WIDTH, hidden, rngs=rngs)
-        self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jnp.tanh(self.up(x)))
+def block(rngs: nnx.Rngs) -> Residual:
+    """Two matrices of different shapes."""
+    return Residual(WIDTH, 24, rngs, jnp.tanh)
 
 
-class Net(nnx.Module):
-    """Layers in a list, between parameters of the root."""
-
-    def __init__(self, rngs: nnx.Rngs, function: Callable = jnp.sin, hidden: int = 24) -> None:
-        self.blocks = nnx.List([Block(rngs, hidden) for _ in range(2)])
-        self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
-        self.function = function
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return self.function(self.head(x))
+def head(rngs: nnx.Rngs) -> nnx.Sequential:
+    """Parameters of the root, and an operation of its own."""
+    return nnx.Sequential(nnx.Linear(WIDTH, 8, rngs=rngs), jnp.sin)
 
 
-class Stacked(nnx.Module):
-    """Layers in a stack, run by a scan."""
+def net() -> Tower:
+    rngs = nnx.Rngs(0)
+    return Tower([block(rngs) for _ in range(2)], head(rngs))
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make(rngs: nnx.Rngs) -> Block:
-            return Block(rngs)
 
-        self.blocks = make(rngs)
-        self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        step = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return jnp.sin(self.head(step(x, self.blocks)))
+def scanned_net() -> ScannedTower:
+    rngs = nnx.Rngs(0)
+    return ScannedTower(block, 3, head(rngs), rngs)
 
 
 # ---- derivatives of a function of parameters and rows
@@ -186,13 +166,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MESHES = {"2x4": {"replica": 2, "fsdp": 4}, "8x1": {"replica": 8, "fsdp": 1}, "4x1x2": {"fsdp": 4, "tensor": 2}}
 
 
-def annotator(axes: dict[str, int] | None = None, units: Any = Block, **settings: Any) -> Callable[[Any], Any]:
+def annotator(axes: dict[str, int] | None = None, units: Any = Residual, **settings: Any) -> Callable[[Any], Any]:
     mesh = js.mesh(**(axes or {}))
     return lambda model: js.fully_shard(model, units=units, mesh=mesh, placement=SMALL, **settings)
-
-
-def net() -> Net:
-    return Net(nnx.Rngs(0))
 
 
 def test_each_derivative_equals_one_device():
@@ -223,14 +199,14 @@ def test_each_derivative_equals_one_device_under_each_setting_on_each_mesh(mesh,
 def test_derivatives_without_units_and_of_one_device_equal():
     check(net, annotator(units=None), FEW)
     one = js.mesh(fsdp=1, devices=jax.devices()[:1])
-    check(net, lambda model: js.fully_shard(model, units=Block, mesh=one), FEW)
+    check(net, lambda model: js.fully_shard(model, units=Residual, mesh=one), FEW)
 
 
 def test_second_derivatives_of_stacked_layers_equal_one_device():
-    check(lambda: Stacked(nnx.Rngs(0)), stacked, FEW)
+    check(scanned_net, stacked, FEW)
 
 
-def stacked(model: Stacked) -> None:
+def stacked(model: ScannedTower) -> None:
     mesh = js.mesh()
     js.fully_shard(model.blocks, mesh=mesh, placement=js.PlacementPolicy(min_size=1, stacked=1))
     js.fully_shard(model, mesh=mesh, placement=SMALL)
@@ -248,21 +224,15 @@ class Potential(nnx.Module):
     """An energy of blocks and its forces."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.block = Block(rngs)
+        self.block = block(rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.value_and_grad(lambda x: (self.block(x) ** 2).sum())(x)
 
 
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + nn.tanh(nn.Dense(WIDTH)(x))
-
-
 class LinenPotential(nn.Module):
     def setup(self) -> None:
-        self.block = LinenBlock()
+        self.block = linen_models.Residual(24, nn.tanh)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.value_and_grad(lambda x: (self.block(x) ** 2).sum())(x)
@@ -273,7 +243,7 @@ def _of_energy_and_forces(results: tuple[jax.Array, jax.Array]) -> jax.Array:
     return energy + (forces**2).sum()
 
 
-@pytest.mark.parametrize("units", [None, Block], ids=["no units", "units"])
+@pytest.mark.parametrize("units", [None, Residual], ids=["no units", "units"])
 def test_a_gradient_inside_the_model_is_trained_through(units):
     def run(model: Potential) -> Any:
         return nnx.value_and_grad(lambda model: _of_energy_and_forces(model(ROWS)))(model)
@@ -282,7 +252,7 @@ def test_a_gradient_inside_the_model_is_trained_through(units):
     assert worst(nnx.jit(run)(model), nnx.jit(run)(Potential(nnx.Rngs(0)))) <= 2e-5
 
 
-@pytest.mark.parametrize("units", [None, LinenBlock], ids=["no units", "units"])
+@pytest.mark.parametrize("units", [None, linen_models.Residual], ids=["no units", "units"])
 def test_a_gradient_inside_a_linen_model_is_trained_through(units):
     plain = LinenPotential()
     params = plain.init(jax.random.key(0), ROWS)["params"]
@@ -303,14 +273,14 @@ class Loop(nnx.Module):
     """A loop whose length is not known: it has no reverse mode."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.block = Block(rngs)
+        self.block = block(rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         length = jnp.int32(3 + (x[0, 0] > 9))
         return jax.lax.while_loop(lambda c: c[0] < length, lambda c: (c[0] + 1, self.block(c[1])), (0, x))[1]
 
 
-@pytest.mark.parametrize("units", [None, Block], ids=["no units", "units"])
+@pytest.mark.parametrize("units", [None, Residual], ids=["no units", "units"])
 def test_a_loop_of_unknown_length_has_forward_mode_and_no_other(units):
     wanted_f, wanted_params = function_of(Loop(nnx.Rngs(0)))
     f, params = function_of(js.shard_init(lambda: Loop(nnx.Rngs(0)), annotator(units=units)))

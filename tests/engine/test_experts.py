@@ -144,7 +144,7 @@ class Mixture(nnx.Module):
         return x_BTD + jnp.einsum("bte,ebtd->btd", send_BTE * score_BTE, y_EBTD)
 
 
-class Model(nnx.Module):
+class DecodesByExperts(nnx.Module):
     """Its table of 1003 tokens is stored padded."""
 
     def __init__(self, rngs):
@@ -159,7 +159,7 @@ class Model(nnx.Module):
 
 
 def build():
-    return Model(nnx.Rngs(0))
+    return DecodesByExperts(nnx.Rngs(0))
 
 
 def annotator(mesh, **settings):

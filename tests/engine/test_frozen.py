@@ -19,8 +19,10 @@ from tests.helpers import (
     annotator,
     equations_and_trips,
     loss_fn,
+    mean_square,
     placed,
     token_batch,
+    ups,
     with_placement,
 )
 from tests.parity import PARAMETER_TOLERANCE, flat
@@ -29,11 +31,6 @@ CONFIG = Config(layers=3, attends=False)
 BATCH = token_batch(CONFIG)
 KERNEL = CONFIG.width * CONFIG.hidden  # elements of a block's up, as of its down
 TABLE = CONFIG.vocab * CONFIG.width
-
-
-def ups(path, variable):
-    """An nnx filter: the first matrix of every block."""
-    return isinstance(variable, nnx.Param) and "up" in path
 
 
 def tops(path, variable):
@@ -192,10 +189,6 @@ class Lora(nnx.Module):
         return self.head(x)
 
 
-def lora_loss(model, x):
-    return (model(x).astype(jnp.float32) ** 2).mean()
-
-
 def lora_annotator(**settings):
     def annotate(model):
         for block in model.blocks:
@@ -211,7 +204,7 @@ def build(**settings):
 
 @nnx.jit
 def step(model, optimizer, x):
-    loss, grads = nnx.value_and_grad(lora_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
+    loss, grads = nnx.value_and_grad(mean_square, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
     optimizer.update(model, grads)
     return loss
 
@@ -222,7 +215,7 @@ def is_adapter(path: str) -> bool:
 
 def test_only_adapters_are_reduced():
     """Large ones by a reduce-scatter; small ones, as most are, are whole on every device."""
-    grad = lambda m, x: nnx.value_and_grad(lora_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, x)
+    grad = lambda m, x: nnx.value_and_grad(mean_square, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, x)
     adapters = 2 * (WIDTH * RANK + RANK * HIDDEN) + 2 * WIDTH * RANK
     found = sent(grad, js.abstract_init(build(), lora_annotator(min_size=256)), (ROWS,))
     assert found["reduce_scatter"] == adapters and found["psum"] <= 8

@@ -24,7 +24,8 @@ from jshard.inspect.hlo.walk import read_schedule
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.helpers import Config, Decoder, Scanning
+from tests.helpers import Config, Decoder, Scanning, loss_fn
+from tests.linen_models import Layer
 from tests.micro_gpt import MODELS
 
 pytestmark = [needs_gpu_compiler, pytest.mark.usefixtures("no_stored_programs")]
@@ -70,13 +71,10 @@ def compiled(
 
     model = js.abstract_init(build, annotate)
     shape = jax.ShapeDtypeStruct((64, 1024), jnp.int32, sharding=batch_sharding(mesh))
-    lowered = lower_step(loss_fn, model, abstract_optimizer(model, optax.adamw(1e-3)), (shape, shape))
+    lowered = lower_step(
+        lambda model, batch: loss_fn(model, *batch), model, abstract_optimizer(model, optax.adamw(1e-3)), (shape, shape)
+    )
     return audit(lowered.compile(compiler_options=js.compiler_options(profile, platform="gpu")), model=model)
-
-
-def loss_fn(model: Decoder, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    logits = model(batch[0]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
 
 def amounts(found: Audit) -> tuple[float, float, float]:
@@ -99,19 +97,13 @@ def test_in_a_scan_every_large_collective_has_a_matrix_product_beside_it(form):
     assert found.ok, found.differences
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(2048)(nn.gelu(nn.Dense(8192)(nn.LayerNorm()(x)))), None
-
-
 class Checkpointed(nn.Module):
     """A checkpoint of the user's in a loop of Flax's."""
 
     @nn.compact
     def __call__(self, x):
         stacked: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        return nn.scan(nn.remat(Layer), length=LARGE.layers, **stacked)(name="layers")(x, None)[0]
+        return nn.scan(nn.remat(Layer), length=LARGE.layers, **stacked)(LARGE.width, name="layers")(x, None)[0]
 
 
 def test_a_checkpoint_in_a_loop_has_the_same_schedule():

@@ -108,7 +108,7 @@ class Cell(nnx.Module):
         return apply(x, {form.name: getattr(self, form.name)[...] for form in FORMS})
 
 
-class Model(Cell):
+class CellsInAListAndAStack(Cell):
     def __init__(self):
         super().__init__()
         self.cells = nnx.List([Cell() for _ in range(3)])
@@ -167,7 +167,7 @@ def settings_of_cells(mesh: Any) -> list[dict[str, Any]]:
 
 def nnx_gradients(mesh: Any, mode: str) -> dict[str, np.ndarray]:
     """The gradients of the nnx model; on one device if there is no mesh."""
-    model = Model()
+    model = CellsInAListAndAStack()
     loss_fn = lambda model, x: (model(x) ** 2).mean()
     if mesh is not None:
         how = {"mesh": mesh}

@@ -4,7 +4,7 @@ Each promise has one test. The model is small, and all of its kernels are sharde
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 
 import jshard as js
 from tests.engine.one_device import apart, on_host
+from tests.toy_models import Residual
 
 TOLERANCE = 1e-5  # of the largest element of each array
 BATCH, WIDTH, VOCAB = 8, 16, 32  # one row on each device
@@ -23,27 +24,21 @@ RANDOM = np.random.default_rng(0)
 X, Y = (RANDOM.standard_normal((BATCH, WIDTH)).astype(np.float32) for _ in range(2))
 X2, Y2 = (RANDOM.standard_normal((BATCH, WIDTH)).astype(np.float32) for _ in range(2))
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what an operation over the batch costs
+pytestmark = [
+    pytest.mark.usefixtures("ranks_as_users_have_them"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of what an operation over the batch costs
+]
 
 
-@pytest.fixture(autouse=True)
-def ranks_as_users_have_them() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"):
-        yield
+def layer(rngs: nnx.Rngs) -> Residual:
+    return Residual(WIDTH, 2 * WIDTH, rngs, jnp.tanh)
 
 
-class Layer(nnx.Module):
+class SeveralMethods(nnx.Module):
+    """Can be called in part, and has a layer that no call uses."""
+
     def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(jnp.tanh(self.up(x)))
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first, self.second, self.unused = Layer(rngs), Layer(rngs), Layer(rngs)
+        self.first, self.second, self.unused = layer(rngs), layer(rngs), layer(rngs)
         self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x):
@@ -60,11 +55,11 @@ class Net(nnx.Module):
 def sharded(model: nnx.Module, mesh: Any = None) -> nnx.Module:
     placement = js.PlacementPolicy(min_size=1)
     mesh = js.mesh() if mesh is None else mesh
-    return js.fully_shard(model, mesh=mesh, units=Layer, placement=placement)
+    return js.fully_shard(model, mesh=mesh, units=Residual, placement=placement)
 
 
-def net(seed: int = 0) -> Net:
-    return Net(nnx.Rngs(seed))
+def net(seed: int = 0) -> SeveralMethods:
+    return SeveralMethods(nnx.Rngs(seed))
 
 
 def squares(model: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -139,7 +134,7 @@ OVER_THE_BATCH: dict[str, Callable[[jax.Array], Any]] = {
 def test_operations_over_the_batch_are_right_with_one_row_on_each_device():
     """All in one model, whose loss weighs what each gives."""
 
-    class Mixes(Net):
+    class Mixes(SeveralMethods):
         def __call__(self, x):
             h = self.first(x)
             return {name: operation(h) for name, operation in OVER_THE_BATCH.items()}
@@ -306,12 +301,12 @@ def test_gradients_of_each_example():
 # ---- Decoding ------------------------------------------------------------------------------------------
 
 
-class Decoder(nnx.Module):
+class ScoresOfTwoTokens(nnx.Module):
     """Scores of the next token, of the last two."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.table = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layer = Layer(rngs)
+        self.layer = layer(rngs)
 
     def __call__(self, tokens):
         h = self.layer(self.table(tokens[..., -1]) + 0.5 * self.table(tokens[..., -2]))
@@ -338,7 +333,7 @@ def test_beam_search_in_a_loop():
         return jax.lax.fori_loop(2, length, step, (tokens, scores))
 
     start = RANDOM.integers(0, VOCAB, (BATCH, 2), dtype=np.int32)
-    wanted = assert_same(lambda model: search(model, start), lambda: Decoder(nnx.Rngs(0)))
+    wanted = assert_same(lambda model: search(model, start), lambda: ScoresOfTwoTokens(nnx.Rngs(0)))
     assert len({tuple(row) for row in wanted["[0][0]"][:, 0].tolist()}) > 4  # the rows did not end alike
 
 
@@ -364,7 +359,7 @@ def clipped_on_one_device() -> dict[str, np.ndarray]:
 
 
 @nnx.jit
-def clipped(model: Net) -> Any:
+def clipped(model: SeveralMethods) -> Any:
     gradients = nnx.grad(squares)(model, X, Y)
     norms = {order: norm_of(gradients, order) for order in (1, 2, 3, np.inf)}
     scaled = {

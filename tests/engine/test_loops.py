@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,27 +14,31 @@ from jax.extend import core as jex
 
 import jshard as js
 from tests.engine.test_token_chain import Region
-from tests.helpers import compile_to_read, equations_and_trips, equations_run, fresh, placed, with_placement
+from tests.helpers import (
+    compile_to_read,
+    equations_and_trips,
+    equations_run,
+    fresh,
+    mean_square,
+    placed,
+    with_placement,
+)
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
+from tests.toy_models import Residual, ScannedTower
 
 WIDTH, LAYERS = 32, 5
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + jnp.tanh(self.down(jax.nn.gelu(self.up(x))))
+def block(rngs: nnx.Rngs) -> Residual:
+    return Residual(WIDTH, 2 * WIDTH, rngs, use_bias=False)
 
 
-class Tied(Block):
+class WithSharedParameter(Residual):
     """A block with a parameter that all layers share."""
 
     def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
+        super().__init__(WIDTH, 2 * WIDTH, rngs, use_bias=False)
         self.shared = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / 8)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -54,7 +57,7 @@ def over(step: Callable, *axes: Any) -> Callable:
     return lambda x, *parts: nnx.scan(step, in_axes=(nnx.Carry, *axes), out_axes=nnx.Carry)(x, *parts)
 
 
-def each(x: jax.Array, *blocks: Block) -> jax.Array:
+def each(x: jax.Array, *blocks: Residual) -> jax.Array:
     return functools.reduce(lambda x, block: block(x), blocks, x)
 
 
@@ -65,8 +68,8 @@ def by_lax(x: jax.Array, blocks: nnx.Module, wrap: Callable = lambda f: f, **set
     return lax.scan(step, x, state, **settings)[0]
 
 
-def shared_stack() -> Tied:
-    model = stack(Tied, LAYERS)
+def shared_stack() -> WithSharedParameter:
+    model = stack(WithSharedParameter, LAYERS)
     model.shared.set_value(model.shared[0])
     return model
 
@@ -88,7 +91,7 @@ class Form:
     gathers: float = 2.0
 
 
-ONE = lambda: (stack(Block, LAYERS),)
+ONE = lambda: (stack(block, LAYERS),)
 SHARED = nnx.StateAxes({nnx.PathContains("shared"): None, ...: 0})
 
 FORMS = {
@@ -96,11 +99,11 @@ FORMS = {
     "reverse": Form(ONE, functools.partial(by_lax, reverse=True)),
     "jax.checkpoint": Form(ONE, functools.partial(by_lax, wrap=jax.checkpoint)),
     "a parameter for all layers": Form(lambda: (shared_stack(),), over(each, SHARED), gathers=2.0 * 25 / 21),
-    "two units": Form(lambda: (stack(Block, LAYERS), stack(Block, LAYERS)), over(each, 0, 0), (1, 1)),
-    "nested": Form(lambda: (stack(Block, 3, 4),), over(lambda x, inner: over(each, 0)(x, inner), 0), (2,)),
+    "two units": Form(lambda: (stack(block, LAYERS), stack(block, LAYERS)), over(each, 0, 0), (1, 1)),
+    "nested": Form(lambda: (stack(block, 3, 4),), over(lambda x, inner: over(each, 0)(x, inner), 0), (2,)),
     "a unit called twice": Form(ONE, over(lambda x, block: block(block(x)), 0), gathers=4.0),
     "a unit for all trips": Form(
-        lambda: (stack(Block, LAYERS), stack(Block)),
+        lambda: (stack(block, LAYERS), stack(block)),
         over(lambda x, block, one: one(block(x)), 0, None),
         (1, 0),
         2.0 * 10 / 6,
@@ -108,7 +111,7 @@ FORMS = {
 }
 
 
-class Model(nnx.Module):
+class RunsForm(nnx.Module):
     def __init__(self, name: str):
         self.name, self.parts = name, nnx.List(FORMS[name].build())
 
@@ -117,30 +120,26 @@ class Model(nnx.Module):
 
 
 @functools.cache
-def builder(name: str) -> Callable[[], Model]:
-    return lambda: Model(name)
+def builder(name: str) -> Callable[[], RunsForm]:
+    return lambda: RunsForm(name)
 
 
-def annotate(mesh: jax.sharding.Mesh, model: Model, **settings: Any) -> None:
+def annotate(mesh: jax.sharding.Mesh, model: RunsForm, **settings: Any) -> None:
     for part, stacked in zip(model.parts, FORMS[model.name].stacked, strict=True):
         js.fully_shard(part, mesh=mesh, **with_placement(stacked=stacked, min_size=WIDTH, **settings))
     js.fully_shard(model, mesh=mesh)
 
 
-def loss(model: Model, x: jax.Array) -> jax.Array:
-    return (model(x) ** 2).mean()
-
-
 @functools.cache
 def wanted(name: str) -> dict[str, np.ndarray]:
     """Gradients on one device."""
-    return flat(nnx.jit(nnx.grad(loss))(fresh(builder(name)), X))
+    return flat(nnx.jit(nnx.grad(mean_square))(fresh(builder(name)), X))
 
 
 def check(name: str, axes: dict[str, int], **settings: Any) -> None:
     mesh = js.mesh(**axes)
     model = placed(builder(name), lambda model: annotate(mesh, model, **settings))
-    found = flat(nnx.jit(nnx.grad(loss))(model, X))
+    found = flat(nnx.jit(nnx.grad(mean_square))(model, X))
     apart = {k: worst(found[k], x) for k, x in wanted(name).items()}
     assert max(apart.values()) <= GRADIENT_TOLERANCE, max(apart.items(), key=lambda item: item[1])
 
@@ -170,7 +169,7 @@ def traced(name: str, **settings: Any) -> Any:
     mesh = js.mesh()
     model = js.abstract_init(builder(name), lambda model: annotate(mesh, model, **settings))
     graphdef, state = nnx.split(model)
-    return jax.jit(lambda state, x: nnx.grad(loss)(nnx.merge(graphdef, state), x)).trace(state, X), model
+    return jax.jit(lambda state, x: nnx.grad(mean_square)(nnx.merge(graphdef, state), x)).trace(state, X), model
 
 
 def loops_with(name: str, jaxpr: Any) -> list[Any]:
@@ -280,27 +279,19 @@ def test_outside_a_call_a_layer_is_a_row_of_its_stack(layers, stacked):
 DEPTH = 6
 
 
-class Layer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
+class LoopsBy(ScannedTower):
+    """A tower whose loop is of any form."""
 
-    def __call__(self, x):
-        return x + self.down(nnx.tanh(self.up(x)))
-
-
-class Tower(nnx.Module):
     loop = "nnx.scan"
 
     def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.split_rngs(splits=DEPTH)(nnx.vmap(Layer))(rngs)
-        self.head = nnx.Linear(WIDTH, 2, rngs=rngs)
+        layer = lambda rngs: Residual(WIDTH, 4 * WIDTH, rngs, nnx.tanh, use_bias=False)
+        super().__init__(layer, DEPTH, nnx.Linear(WIDTH, 2, rngs=rngs), rngs)
 
     def __call__(self, x):
         if self.loop == "nnx.scan":
-            run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-            return self.head(run(x, self.layers))
-        graph, state = nnx.split(self.layers)
+            return super().__call__(x)
+        graph, state = nnx.split(self.blocks)
         trip = lambda x, state: (nnx.merge(graph, state)(x), None)
         if self.loop == "remat":
             trip = jax.checkpoint(trip)
@@ -309,13 +300,13 @@ class Tower(nnx.Module):
 
 def named_tower(name: str, loop: str = "nnx.scan", mesh: dict | None = None, **settings) -> nnx.Module:
     """Under a name of its own, as what was said is not said again; the three lines."""
-    kind = type(name, (Tower,), {"loop": loop})
+    kind = type(name, (LoopsBy,), {"loop": loop})
     annotate = lambda m: js.fully_shard(m, mesh=js.mesh(**mesh or {}), **settings)
     return placed(lambda: kind(nnx.Rngs(0)), annotate)
 
 
 def step(model, x):
-    return nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, x)
+    return nnx.value_and_grad(mean_square)(model, x)
 
 
 BFLOAT16 = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
@@ -339,7 +330,7 @@ def test_each_layer_is_reduced_in_its_trip(loop, mesh, settings):
     assert js.audit(compiled, model=made).ok
     if "mixed_precision" not in settings:
         loss, gradients = nnx.jit(step)(made, X)
-        wanted, of_plain = nnx.jit(step)(Tower(nnx.Rngs(0)), X)
+        wanted, of_plain = nnx.jit(step)(LoopsBy(nnx.Rngs(0)), X)
         assert abs(float(loss - wanted)) <= 1e-5
         found, of_plain = flat(gradients), flat(of_plain)
         assert max(worst(found[path], x) for path, x in of_plain.items()) <= GRADIENT_TOLERANCE
@@ -353,13 +344,13 @@ def test_units_in_a_loop_may_prefetch_differently(prefetch):
     """A unit on demand in front of one that defers its gradients must not expect a gather that it did not begin."""
     mesh = js.mesh()
 
-    def annotate_each(model: Model) -> None:
+    def annotate_each(model: RunsForm) -> None:
         for part, ahead in zip(model.parts, prefetch, strict=True):
             js.fully_shard(part, mesh=mesh, prefetch=ahead, **with_placement(stacked=1, min_size=WIDTH))
         js.fully_shard(model, mesh=mesh)
 
     name = "two units"
     model = placed(builder(name), annotate_each)
-    gradients = flat(nnx.jit(nnx.grad(loss))(model, X))
+    gradients = flat(nnx.jit(nnx.grad(mean_square))(model, X))
     apart = {path: worst(gradients[path], x) for path, x in wanted(name).items()}
     assert max(apart.values()) <= GRADIENT_TOLERANCE, apart

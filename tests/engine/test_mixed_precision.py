@@ -29,6 +29,7 @@ from tests.helpers import (
     token_batch,
 )
 from tests.parity import Trained, flat, worst
+from tests.toy_models import Normed
 
 CONFIG = Config(attends=False)
 SMALL = Config(layers=1, attends=False)
@@ -188,17 +189,10 @@ def test_what_keeps_its_dtype():
 def test_buffers_keep_their_dtype():
     """Statistics of BatchNorm are computed and stored in float32 whatever the unit computes in."""
 
-    class Normed(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(64, 64, rngs=rngs)
-            self.norm = nnx.BatchNorm(64, dtype=jnp.bfloat16, rngs=rngs)
-
-        def __call__(self, x):
-            return self.norm(self.linear(x))
-
+    build = lambda: Normed(64, 64, nnx.Rngs(0), dtype=jnp.bfloat16)
     # Far from zero: in bfloat16 the mean of such a batch is off by a percent, and a step of 0.01 of it is lost.
     x = 1000 + np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
-    plain, model = Normed(nnx.Rngs(0)), Normed(nnx.Rngs(0))
+    plain, model = build(), build()
     js.fully_shard(model, mesh=js.mesh(), mixed_precision=HALF)
     run = nnx.jit(lambda m, x: m(x))
     run(plain, x)
@@ -221,7 +215,7 @@ ROWS = (
 )
 
 
-class Mlp(nn.Module):
+class InFp8(nn.Module):
     @nn.compact
     def __call__(self, x):
         for _ in range(2):
@@ -244,13 +238,13 @@ def linen_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
 
 
 def sharded_mlp(**settings: Any) -> TrainState:
-    model = js.fully_shard(Mlp(), mesh=js.mesh(replica=2, fsdp=4), **settings)
+    model = js.fully_shard(InFp8(), mesh=js.mesh(replica=2, fsdp=4), **settings)
     return js.shard_init(creator_of(model), model)
 
 
 def test_trains_as_on_one_device():
     """The history of a scale is what the largest over the whole batch was, as if there were no shards."""
-    wanted, found = creator_of(Mlp())(), sharded_mlp(units=nn.Dense)
+    wanted, found = creator_of(InFp8())(), sharded_mlp(units=nn.Dense)
     for i in range(4):
         x = np.roll(ROWS, 3 * i, axis=0)
         (wanted, loss), (found, ours) = linen_step(wanted, x), linen_step(found, x)
@@ -275,7 +269,7 @@ def test_what_qwix_changed_is_annotated_with_units_and_without():
     assert len(js.plan(js.fully_shard(model, units=Block, mesh=js.mesh())).units) == 3
     for units in (None, Block):
         assert js.fully_shard(quantised(builder(Config(attends=False))()), mesh=js.mesh(), units=units)
-    assert js.fully_shard(quantised(Mlp()), mesh=js.mesh(), units=nn.Dense)
+    assert js.fully_shard(quantised(InFp8()), mesh=js.mesh(), units=nn.Dense)
 
 
 def test_pieces_are_gathered_in_the_dtype_that_they_are_computed_in():

@@ -24,7 +24,7 @@ from jshard.plans import streamed_updates
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.helpers import Config, Decoder, Scanning, loss_fn, placed, token_batch, with_placement
+from tests.helpers import Config, Decoder, Scanning, loss_fn, placed, token_batch, ups, with_placement
 from tests.parity import PARAMETER_TOLERANCE, flat
 
 CONFIG = Config(attends=False)
@@ -88,11 +88,6 @@ def same(found: Trained, wanted: Trained) -> None:
 
 def large(path: str) -> bool:
     return "kernel" in path or "embedding" in path
-
-
-def ups(path: Any, variable: Any) -> bool:
-    """An nnx filter: the first matrix of every block."""
-    return isinstance(variable, nnx.Param) and "up" in path
 
 
 @pytest.mark.wide

@@ -5,7 +5,6 @@ compared, of one call, or after some steps.
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,15 +27,10 @@ from tests.engine.one_device import (
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("ranks_as_users_have_them"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of what the mixing costs
     pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def ranks_as_users_have_them() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 # ---- Models -------------------------------------------------------------------------------------

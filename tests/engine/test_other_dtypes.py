@@ -15,6 +15,7 @@ from flax import nnx
 import jshard as js
 from jshard.api.loss_scale import LossScale, scaled_value_and_grad
 from tests.parity import flat
+from tests.toy_models import TwoLayers
 
 WIDTH = 32
 SMALL = js.PlacementPolicy(min_size=1)
@@ -230,39 +231,34 @@ def test_microbatches_are_summed_in_the_reduce_dtype(kind, sync):
 # A model that is cast after it was annotated.
 
 
-class Two(nnx.Module):
-    def __init__(self):
-        self.a = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-        self.b = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
-
-    def __call__(self, x):
-        return self.b(nnx.relu(self.a(x)))
-
-
 def cast(module: nnx.Module, dtype: Any) -> None:
     nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
 
 
-CASTS: dict[str, Callable[[Two], Any]] = {
+def two_layers() -> TwoLayers:
+    return TwoLayers(WIDTH, WIDTH, WIDTH, nnx.Rngs(0), nnx.relu)
+
+
+CASTS: dict[str, Callable[[TwoLayers], Any]] = {
     "to half": lambda model: cast(model, jnp.bfloat16),
-    "a part": lambda model: cast(model.a, jnp.bfloat16),
+    "a part": lambda model: cast(model.up, jnp.bfloat16),
     "to another half": lambda model: cast(model, jnp.float16),
 }
 
 
 @pytest.mark.parametrize("how", CASTS)
 def test_a_model_that_is_cast_after_its_annotation_computes_as_plain_flax(how):
-    plain, model = Two(), Two()
-    js.fully_shard(model.a, mesh=js.mesh(), placement=SMALL)
+    plain, model = two_layers(), two_layers()
+    js.fully_shard(model.up, mesh=js.mesh(), placement=SMALL)
     js.fully_shard(model, mesh=js.mesh(), placement=SMALL)
     for one in (plain, model):
         CASTS[how](one)
-    x = jnp.asarray(X, plain.a.kernel.dtype)
+    x = jnp.asarray(X, plain.up.kernel.dtype)
     wanted, found = plain(x), model(x)
     assert found.dtype == wanted.dtype
     np.testing.assert_array_equal(np.float32(found), np.float32(wanted))
     for leaf in js.plan(model).leaves:
-        dtype = (model.a if leaf.path.startswith("a/") else model.b).kernel.dtype.name
+        dtype = (model.up if leaf.path.startswith("up/") else model.down).kernel.dtype.name
         assert (leaf.placement.dtype, leaf.placement.gathered_dtype, leaf.placement.reduce_dtype) == (dtype,) * 3
     loss_fn = lambda model, x: (model(x).astype(jnp.float32) ** 2).mean()
     step = nnx.jit(lambda model, x: nnx.grad(loss_fn)(model, x))
@@ -272,14 +268,14 @@ def test_a_model_that_is_cast_after_its_annotation_computes_as_plain_flax(how):
 
 
 def test_a_policy_still_holds_after_a_cast():
-    model = Two()
-    half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep=("a/*",))
+    model = two_layers()
+    half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep=("up/*",))
     js.fully_shard(model, mesh=js.mesh(), placement=SMALL, mixed_precision=half)
     cast(model, jnp.float16)
     assert model(X).dtype == jnp.float32  # float16 and bfloat16 together
     dtypes = {leaf.path: (leaf.placement.dtype, leaf.placement.gathered_dtype) for leaf in js.plan(model).leaves}
-    assert dtypes["a/kernel"] == ("float16", "float16")
-    assert dtypes["b/kernel"] == ("float16", "bfloat16")
+    assert dtypes["up/kernel"] == ("float16", "float16")
+    assert dtypes["down/kernel"] == ("float16", "bfloat16")
     assert {leaf.placement.reduce_dtype for leaf in js.plan(model).leaves} == {"float32"}
 
 

@@ -92,7 +92,7 @@ WITHOUT_FORWARD_MODE = ("custom_vjp",)
 PLACEMENT = js.PlacementPolicy(min_size=1, allow_replicated=["shift"])
 
 
-class Layer(nnx.Module):
+class AppliesItsFunction(nnx.Module):
     def __init__(self, function: Callable[[jax.Array], jax.Array]) -> None:
         self.dense = nnx.Linear(4, 16, rngs=nnx.Rngs(0))
         self.function = function
@@ -101,16 +101,16 @@ class Layer(nnx.Module):
         return self.function(self.dense(x))
 
 
-class Model(nnx.Module):
+class ShiftsBeforeIt(nnx.Module):
     def __init__(self, function: Callable[[jax.Array], jax.Array]) -> None:
-        self.layer = Layer(function)
+        self.layer = AppliesItsFunction(function)
         self.shift = nnx.Param(0.1 * jnp.ones((1, 4)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.layer(x + self.shift[...])
 
 
-def derivatives(model: Model, x: jax.Array, *, has_forward_mode: bool) -> dict[str, Any]:
+def derivatives(model: ShiftsBeforeIt, x: jax.Array, *, has_forward_mode: bool) -> dict[str, Any]:
     graph, params = nnx.split(model)
     along = lambda params, t: (nnx.merge(graph, params, copy=True)(x + t * DIRECTION) ** 3).sum()
     loss = lambda params: along(params, 0.0)
@@ -127,13 +127,13 @@ def derivatives(model: Model, x: jax.Array, *, has_forward_mode: bool) -> dict[s
     return results
 
 
-@pytest.mark.parametrize("units", [None, Layer], ids=["no units", "units"])
+@pytest.mark.parametrize("units", [None, AppliesItsFunction], ids=["no units", "units"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_rule_is_followed_to_third_order_in_both_modes(name, units):
     function = FUNCTIONS[name]
     run = functools.partial(derivatives, has_forward_mode=name not in WITHOUT_FORWARD_MODE)
-    wanted = nnx.jit(run)(Model(function), ROWS)
-    model = js.fully_shard(Model(function), mesh=js.mesh(), units=units, placement=PLACEMENT)
+    wanted = nnx.jit(run)(ShiftsBeforeIt(function), ROWS)
+    model = js.fully_shard(ShiftsBeforeIt(function), mesh=js.mesh(), units=units, placement=PLACEMENT)
     got = nnx.jit(run)(model, ROWS)
     for order, tree in wanted.items():
         leaves = list(zip(jax.tree.leaves(got[order]), jax.tree.leaves(tree), strict=True))
@@ -144,12 +144,12 @@ def test_a_rule_is_followed_to_third_order_in_both_modes(name, units):
 
 
 def test_what_has_no_forward_mode_says_so_as_without_jshard():
-    model = js.fully_shard(Model(scaling), mesh=js.mesh(), units=Layer, placement=PLACEMENT)
+    model = js.fully_shard(ShiftsBeforeIt(scaling), mesh=js.mesh(), units=AppliesItsFunction, placement=PLACEMENT)
 
-    def forward(model: Model) -> jax.Array:
+    def forward(model: ShiftsBeforeIt) -> jax.Array:
         return jax.jvp(model, (ROWS,), (DIRECTION,))[1]
 
     with pytest.raises(TypeError, match="forward-mode autodiff"):
-        forward(Model(scaling))
+        forward(ShiftsBeforeIt(scaling))
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         nnx.jit(forward)(model)

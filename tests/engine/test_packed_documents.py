@@ -13,7 +13,7 @@ SEGMENTS_BT = np.repeat([[1, 1, 2, 2], [1, 2, 3, 4], [1, 1, 1, 1], [1, 1, 1, 2]]
 BATCH = {"tokens": np.random.default_rng(0).integers(0, 32, (8, 16)), "tokens_segment_ids": SEGMENTS_BT}
 
 
-class Model(nnx.Module):
+class AttendsWithinDocuments(nnx.Module):
     def __init__(self, rngs):
         self.embed, self.qkv = nnx.Embed(32, 32, rngs=rngs), nnx.Linear(32, 96, rngs=rngs)
 
@@ -41,6 +41,6 @@ def outcome(model, batch):
 def test_loss_and_gradients_count_each_target_once_on_every_mesh(sizes):
     """Shards have different numbers of targets that count."""
     mesh = js.mesh(**sizes)
-    model = js.shard_init(lambda: Model(nnx.Rngs(0)), lambda model: js.fully_shard(model, mesh=mesh))
-    found, wanted = outcome(model, js.shard_batch(BATCH, mesh)), outcome(Model(nnx.Rngs(0)), BATCH)
+    model = js.shard_init(lambda: AttendsWithinDocuments(nnx.Rngs(0)), lambda model: js.fully_shard(model, mesh=mesh))
+    found, wanted = outcome(model, js.shard_batch(BATCH, mesh)), outcome(AttendsWithinDocuments(nnx.Rngs(0)), BATCH)
     assert {k: worst(found[k], wanted[k]) for k in wanted if worst(found[k], wanted[k]) > 1e-6} == {}

@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from tests.engine.on_shards import is_float
 from tests.engine.partition_cases import FAMILIES, Case
 from tests.engine.test_partition_rules import NOT_COMPILED, is_here
+from tests.parity import numbers_of
 from tests.wide import wide
 
 UNCOMPILED = (*NOT_COMPILED, "mulhi")
@@ -27,11 +29,7 @@ class Body(nnx.Module):
 
     def __call__(self, *args: jax.Array) -> Any:
         scale = (self.scale[...] * jnp.arange(1, 9)).sum() / 36
-        return self.function(*(x * scale.astype(x.dtype) if has_gradient(x) else x for x in args))
-
-
-def has_gradient(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+        return self.function(*(x * scale.astype(x.dtype) if is_float(x) else x for x in args))
 
 
 def numbers_like(x: Any, phase: float) -> jax.Array:
@@ -52,15 +50,15 @@ class Problem:
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        return self.params, *(x for x in self.args if has_gradient(x))
+        return self.params, *(x for x in self.args if is_float(x))
 
     def results(self, params: Any, *floats: jax.Array) -> list[jax.Array]:
         given = iter(floats)
-        args = [next(given) if has_gradient(x) else x for x in self.args]
+        args = [next(given) if is_float(x) else x for x in self.args]
         return jax.tree.leaves(nnx.merge(self.graph, params, copy=True)(*args))
 
     def float_results(self, params: Any, *floats: jax.Array) -> list[jax.Array]:
-        return [y for y in self.results(params, *floats) if has_gradient(y)]
+        return [y for y in self.results(params, *floats) if is_float(y)]
 
     def number(self, params: Any, *floats: jax.Array) -> jax.Array:
         wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
@@ -88,7 +86,7 @@ def mapped(problem: Problem) -> Any:
     steps = 1 + 0.01 * jnp.arange(8)
 
     def rows(x: jax.Array) -> jax.Array:
-        if not has_gradient(x):
+        if not is_float(x):
             return jnp.stack([x] * 8)
         return jnp.stack([x * step.astype(x.dtype) for step in steps])
 
@@ -109,7 +107,7 @@ def cases_of(family: str, mode: str) -> dict[str, Case]:
         if not cases or not is_here(name) or name in UNCOMPILED or not cases[0].args:
             continue
         args = [jnp.asarray(x) for x in cases[0].args]
-        if mode != "mapped" and not any(map(has_gradient, args)):
+        if mode != "mapped" and not any(map(is_float, args)):
             continue
         try:
             run = jax.jit(lambda args, case=cases[0]: MODES[mode](Problem(Body(case.function), args)))
@@ -135,11 +133,7 @@ def difference(ours: Any, wanted: Any) -> float:
 
 
 def _numbers(x: jax.Array) -> np.ndarray:
-    return np.asarray(_data(x)).astype(np.complex128)
-
-
-def _data(x: jax.Array) -> jax.Array:
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return np.asarray(numbers_of(x)).astype(np.complex128)
 
 
 @pytest.mark.filterwarnings("ignore:.*mixes the examples:UserWarning")

@@ -1,6 +1,6 @@
 """Operations that mix the examples of a batch, alone and in random programs: value and gradients equal one device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from jax import lax
 import jshard as js
 from tests.engine.on_shards import ONE_BY_8, TWO_BY_4, mesh_of, run_alone
 from tests.wide import slow, wide
+
+pytestmark = pytest.mark.usefixtures("ranks_as_users_have_them")
 
 BATCH, WIDTH = 32, 16
 ORDER = np.random.default_rng(0).permutation(BATCH)
@@ -103,12 +105,6 @@ def _within_capacity(h: Array) -> Array:
     """The first 10 examples of each of 4 experts pass."""
     hot = jax.nn.one_hot(jnp.argmax(h[:, :4], 1), 4)
     return h * ((jnp.cumsum(hot, 0) * hot).sum(1) <= 10)[:, None]
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def program(names: list[str]) -> Callable[..., Any]:

@@ -14,7 +14,9 @@ import jshard as js
 from jshard.engine import program
 from jshard.inspect.activations import activations, saved_arrays
 from jshard.train import load_model_file
+from tests.helpers import mean_square
 from tests.micro_gpt import MODELS, micro
+from tests.toy_models import Tower
 from tests.wide import wide
 
 GPT_FILE = load_model_file(MODELS / "gpt.py")
@@ -101,28 +103,20 @@ class Attention(nnx.Module):
         return jax.nn.dot_product_attention(*3 * (q[:, :, None],), is_causal=True)[:, :, 0]
 
 
-class Scores(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.attention = Attention(rngs)
-        self.head = nnx.Linear(16, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.attention(x))
-
-
-def squared(model, x):
-    return (model(x) ** 2).mean()
+def attention_and_head() -> Tower:
+    rngs = nnx.Rngs(0)
+    return Tower([Attention(rngs)], nnx.Linear(16, 1, rngs=rngs))
 
 
 def test_scores_are_not_kept():
     """Seen to fail where all that autodiff keeps was: the scores before their maximum is subtracted, too."""
-    model = js.fully_shard(Scores(nnx.Rngs(0)), mesh=js.mesh(), units=Attention)
-    saved = saved_arrays(model, squared, jnp.asarray(SEQUENCES))
+    model = js.fully_shard(attention_and_head(), mesh=js.mesh(), units=Attention)
+    saved = saved_arrays(model, mean_square, jnp.asarray(SEQUENCES))
     scores = {x: n for x, n in saved.items() if x.form.startswith("float32") and x.form.endswith("6, 6)")}
     assert sum(scores.values()) == 2  # the exponentials, and the weights
-    plain = Scores(nnx.Rngs(0))
+    plain = attention_and_head()
     (loss, grads), (wanted, wanted_grads) = (
-        nnx.jit(nnx.value_and_grad(squared))(m, jnp.asarray(SEQUENCES)) for m in (model, plain)
+        nnx.jit(nnx.value_and_grad(mean_square))(m, jnp.asarray(SEQUENCES)) for m in (model, plain)
     )
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):

@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 import jshard as js
 from jshard.kernels import KernelError
 from jshard.kernels.device import TracedDevice
+from tests.engine.test_attention import arrays, traced
 from tests.fake_cudnn import trace_for
 from tests.helpers import equations_run
 
@@ -47,14 +48,6 @@ def largest_error(result: Any, expected: Any) -> float:
     return max(errors)
 
 
-def traced(*given: Any, **how: Any) -> str:
-    return str(jax.make_jaxpr(lambda *xs: js.kernels.attention(*xs, **how))(*given))
-
-
-def arrays(dtype: Any = "bfloat16", width: int = 64, length: int = 128) -> Any:
-    return [jax.ShapeDtypeStruct((2, length, 4, width), dtype)] * 3
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_it_has_the_numbers_of_the_plain_form_and_its_gradients(case):
     rng = np.random.default_rng(1)
@@ -68,7 +61,7 @@ def test_it_has_the_numbers_of_the_plain_form_and_its_gradients(case):
     assert largest_error(outcome("bfloat16", "splash"), outcome("float32", "xla")) <= TOLERANCE
 
 
-class Model(nnx.Module):
+class ScalesHeads(nnx.Module):
     def __init__(self):
         self.scale = nnx.Param(jnp.ones((H, 3 * K)))
 
@@ -78,7 +71,7 @@ class Model(nnx.Module):
         return js.kernels.attention(q, k, v, is_causal=True, backend=backend).astype(jnp.float32)
 
 
-def kernels_in(model: Model, x: jax.Array) -> list[Any]:
+def kernels_in(model: ScalesHeads, x: jax.Array) -> list[Any]:
     """The kernels of a step, whose numbers are those of the plain form."""
 
     @nnx.jit(static_argnames="backend")
@@ -95,14 +88,14 @@ def kernels_in(model: Model, x: jax.Array) -> list[Any]:
 def test_on_data_shards_it_runs_on_the_examples_of_each(remat, forwards):
     """Policies that keep "context" keep what its backward needs: forward runs once."""
     mesh = js.mesh(fsdp=4, devices=jax.devices()[:4])
-    model = js.fully_shard(Model(), mesh=mesh, remat=remat)
+    model = js.fully_shard(ScalesHeads(), mesh=mesh, remat=remat)
     x = js.shard_batch(jnp.asarray(np.random.default_rng(2).normal(size=(8, 128, H, 3 * K)), jnp.float32), mesh)
     assert sum("splash_mha_fwd" in str(e.params["name"]) for e in kernels_in(model, x)) == forwards
 
 
 def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads():
     mesh = js.mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
-    model = js.fully_shard(Model(), mesh=mesh)
+    model = js.fully_shard(ScalesHeads(), mesh=mesh)
     x = js.shard_batch(jnp.asarray(np.random.default_rng(2).normal(size=(4, 128, H, 3 * K)), jnp.float32), mesh)
     assert {e.invars[-2].aval.shape[:2] for e in kernels_in(model, x)} == {(2, H // 2)}
 
@@ -110,8 +103,8 @@ def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads():
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (arrays("float32"), "it needs bfloat16 or float16"),
-        (arrays(width=72), "head dim must be a multiple of 64, and is 72"),
+        (arrays("float32", length=128), "it needs bfloat16 or float16"),
+        (arrays(width=72, length=128), "head dim must be a multiple of 64, and is 72"),
         (arrays(length=200), "the lengths must be multiples of 128, and are 200 and 200"),
     ],
 )
@@ -124,8 +117,8 @@ def test_what_it_does_not_take_is_computed_in_plain_form(given, why):
 
 
 def test_elsewhere_it_is_refused(monkeypatch):
-    assert "per_example" in traced(*arrays())
+    assert "per_example" in traced(*arrays(length=128))
     trace_for(monkeypatch, TracedDevice("cpu", "cpu"))
-    assert "per_example" not in traced(*arrays())
+    assert "per_example" not in traced(*arrays(length=128))
     with pytest.raises(KernelError, match="it needs a TPU, not cpu"):
-        traced(*arrays(), backend="splash")
+        traced(*arrays(length=128), backend="splash")

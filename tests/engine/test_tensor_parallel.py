@@ -9,9 +9,7 @@ import dataclasses
 import functools
 import sys
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,9 +18,10 @@ from jax.sharding import PartitionSpec
 import jshard as js
 from jshard.errors import AnnotationError
 from jshard.train import load_model_file
-from tests.helpers import compile_to_read, with_placement
+from tests.helpers import compile_to_read, loss_fn, mean_square, with_placement
 from tests.micro_gpt import MODELS, micro
 from tests.parity import assert_parity, worst
+from tests.toy_models import Residual, Tied, Tower, TwoLayers
 
 GPT_FILE = load_model_file(MODELS / "gpt.py")
 gpt = sys.modules[GPT_FILE.build.__module__]
@@ -121,17 +120,6 @@ def test_a_split_sequence_is_gathered_before_each_pair_of_products_and_scattered
 # ---- No data axis above 1 ------------------------------------------------------------------------
 
 
-class Tied(nnx.Module):
-    """A table, split by rows, that also scores the tokens."""
-
-    def __init__(self, rngs):
-        self.table = nnx.Embed(64, 32, rngs=rngs)
-        self.layer = nnx.Linear(32, 32, rngs=rngs)
-
-    def __call__(self, ids_BT):
-        return self.table.attend(jax.nn.gelu(self.layer(self.table(ids_BT))))
-
-
 TIED = {"table/embedding": ("tensor", None)}
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 TOKENS = BATCH["inputs"] % 64, BATCH["targets"] % 64
@@ -146,18 +134,9 @@ def annotate_split(table, *, mesh=None, **settings):
     return annotate
 
 
-def squared(model, x):
-    return (model(x).astype(jnp.float32) ** 2).mean()
-
-
-def cross_entropy(model, inputs, targets):
-    log_p = jax.nn.log_softmax(model(inputs))
-    return -jnp.take_along_axis(log_p, targets[..., None], axis=-1).mean()
-
-
 def test_on_a_tensor_axis_alone_a_tied_table_trains_in_microbatches_as_on_one_device():
     grad = lambda loss: js.value_and_grad(loss, accumulate=2, sync="last")
-    assert_parity(lambda: Tied(nnx.Rngs(0)), annotate_split(TIED), cross_entropy, TOKENS, grad=grad)
+    assert_parity(lambda: Tied(64, 32, nnx.Rngs(0)), annotate_split(TIED), loss_fn, TOKENS, grad=grad)
 
 
 # ---- The gradient of a table ----------------------------------------------------------------------
@@ -186,7 +165,7 @@ def test_the_gradient_of_a_table_reaches_the_rows_that_were_looked_up_and_no_oth
     ):
         model = Looked(nnx.Rngs(0))
         annotate(model)
-        grads = nnx.jit(nnx.grad(squared))(model, ids_BT)
+        grads = nnx.jit(nnx.grad(mean_square))(model, ids_BT)
         found.append(np.asarray(grads.table.embedding[...]))
     assert worst(found[1], found[0]) <= 2e-6
     assert not found[1][24:].any()
@@ -199,16 +178,12 @@ ROWS = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 NAMES = {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}
 
 
-class Named(nnx.Module):
-    """Names that public models have: `fsdp`, and a tensor axis of their own."""
-
-    def __init__(self, names, rngs):
-        self.up, self.down = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))
-        self.up.kernel.set_metadata(out_sharding=names["up"], eager_sharding=False)
-        self.down.kernel.set_metadata(out_sharding=names["down"], eager_sharding=False)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
+def named(names: dict[str, tuple]) -> Residual:
+    """A block with names that public models have: `fsdp`, and a tensor axis of their own."""
+    model = Residual(64, 64, nnx.Rngs(0))
+    model.up.kernel.set_metadata(out_sharding=names["up"], eager_sharding=False)
+    model.down.kernel.set_metadata(out_sharding=names["down"], eager_sharding=False)
+    return model
 
 
 def specs(model) -> dict:
@@ -216,52 +191,33 @@ def specs(model) -> dict:
 
 
 def test_axes_that_split_nothing_are_dropped():
-    model = js.fully_shard(Named(NAMES, nnx.Rngs(0)), mesh=js.mesh())
+    model = js.fully_shard(named(NAMES), mesh=js.mesh())
     assert specs(model) == {"up/kernel": ("fsdp", None), "down/kernel": ("fsdp", None)}
     grad = nnx.jit(nnx.grad(lambda model: (model(ROWS) ** 2).mean()))
-    found, wanted = grad(model), grad(Named(NAMES, nnx.Rngs(0)))
+    found, wanted = grad(model), grad(named(NAMES))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
 
 
 def test_fsdp_moves_beside_a_tensor_axis_that_is_kept():
     names = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")}
-    model = js.fully_shard(Named(names, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))
+    model = js.fully_shard(named(names), mesh=js.mesh(fsdp=4, tensor=2))
     assert specs(model) == {"up/kernel": ("fsdp", "tensor"), "down/kernel": ("tensor", "fsdp")}
-
-
-def test_an_unknown_axis_is_an_error_where_it_could_be_the_tensor_axis():
-    with pytest.raises(AnnotationError, match="'tp': the mesh has"):
-        js.fully_shard(Named(NAMES, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))
-
-
-class Pair(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(64, 128, rngs=rngs)
-        self.down = nnx.Linear(128, 64, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.relu(self.up(x)))
-
-
-class Pairs(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([Pair(rngs) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 TABLE = {"*up/kernel": (None, "tensor"), "*down/kernel": ("tensor", None)}
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 
 
-def annotated_pairs() -> Pairs:
-    return js.fully_shard(Pairs(nnx.Rngs(0)), units=Pair, mesh=js.mesh(fsdp=4, tensor=2))
+def pairs() -> Tower:
+    rngs = nnx.Rngs(0)
+    return Tower([TwoLayers(64, 128, 64, rngs) for _ in range(2)])
 
 
-@pytest.mark.parametrize("part", [lambda m: m, lambda m: m.layers, lambda m: m.layers[0], lambda m: m.layers[0].up])
+def annotated_pairs() -> Tower:
+    return js.fully_shard(pairs(), units=TwoLayers, mesh=js.mesh(fsdp=4, tensor=2))
+
+
+@pytest.mark.parametrize("part", [lambda m: m, lambda m: m.blocks, lambda m: m.blocks[0], lambda m: m.blocks[0].up])
 def test_axes_named_after_the_annotation_are_refused(part):
     model = annotated_pairs()
     before = jax.tree.map(lambda x: x.sharding, nnx.state(model))
@@ -270,14 +226,14 @@ def test_axes_named_after_the_annotation_are_refused(part):
     with pytest.raises(AnnotationError, match=r"(?s)named after the annotation.*do: +js.parallel.split"):
         js.parallel.split(named, table)
     assert jax.tree.map(lambda x: x.sharding, nnx.state(model)) == before
-    np.testing.assert_allclose(model(X), Pairs(nnx.Rngs(0))(X), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(model(X), pairs()(X), rtol=1e-5, atol=1e-5)
 
 
 def test_axes_named_after_shard_init_are_refused():
     annotate = lambda model: js.fully_shard(model, mesh=js.mesh(fsdp=4, tensor=2))
     for model in (
-        js.shard_init(lambda: Pairs(nnx.Rngs(0)), annotate),
-        js.abstract_init(lambda: Pairs(nnx.Rngs(0)), annotate),
+        js.shard_init(pairs, annotate),
+        js.abstract_init(pairs, annotate),
     ):
         with pytest.raises(AnnotationError, match="named after the annotation"):
             js.parallel.split(model, TABLE)
@@ -285,30 +241,25 @@ def test_axes_named_after_shard_init_are_refused():
 
 def test_an_axis_that_a_variable_names_after_the_annotation_is_refused_by_the_next_call():
     model = annotated_pairs()
-    model.layers[1].up.kernel.set_metadata(out_sharding=(None, "tensor"))
-    with pytest.raises(AnnotationError, match=r"(?s)named after the annotation.*Pairs: layers/1/up/kernel"):
+    model.blocks[1].up.kernel.set_metadata(out_sharding=(None, "tensor"))
+    with pytest.raises(AnnotationError, match=r"(?s)named after the annotation.*Tower: blocks/1/up/kernel"):
         model(X)
 
 
 def test_axes_may_be_named_until_the_root_is_annotated_and_more_than_once():
-    model, mesh = Pairs(nnx.Rngs(0)), js.mesh(fsdp=4, tensor=2)
+    model, mesh = pairs(), js.mesh(fsdp=4, tensor=2)
     js.parallel.split(model, {"*up/kernel": ("tensor", None)})
-    for layer in model.layers:
-        js.fully_shard(layer, mesh=mesh)
+    for block in model.blocks:
+        js.fully_shard(block, mesh=mesh)
     js.parallel.split(model, TABLE)
     js.fully_shard(model, mesh=mesh)
-    assert model.layers[0].up.kernel.sharding.spec == PartitionSpec("fsdp", "tensor")
-    assert model.layers[0].down.kernel.sharding.spec == PartitionSpec("tensor", "fsdp")
-    np.testing.assert_allclose(model(X), Pairs(nnx.Rngs(0))(X), rtol=1e-5, atol=1e-5)
+    assert model.blocks[0].up.kernel.sharding.spec == PartitionSpec("fsdp", "tensor")
+    assert model.blocks[0].down.kernel.sharding.spec == PartitionSpec("tensor", "fsdp")
+    np.testing.assert_allclose(model(X), pairs()(X), rtol=1e-5, atol=1e-5)
 
 
 def test_a_table_with_a_wrong_row_names_no_axis():
-    model = Pairs(nnx.Rngs(0))
+    model = pairs()
     with pytest.raises(AnnotationError, match="matches no parameter"):
         js.parallel.split(model, TABLE | {"nothing": (None,)})
-    assert model.layers[0].up.kernel.get_metadata("out_sharding", None) is None
-
-
-def test_a_linen_model_is_refused_with_its_own_way():
-    with pytest.raises(AnnotationError, match=r"(?s)needs an nnx module.*nn.with_partitioning"):
-        js.parallel.split(nn.Dense(64), {"kernel": (None, "tensor")})
+    assert model.blocks[0].up.kernel.get_metadata("out_sharding", None) is None

@@ -32,7 +32,7 @@ class Wrapped(nnx.Module):
         return self.head(self.gate(x))
 
 
-class Tied(nnx.Module):
+class WrappedTied(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(1024, 64, rngs=rngs)
         self.body = nnx.Linear(64, 64, rngs=rngs)
@@ -43,19 +43,19 @@ class Tied(nnx.Module):
         return self.out(self.norm(self.body(self.embed(ids))))
 
 
-def loss_fn(model: Tied, ids: jax.Array) -> jax.Array:
+def loss_fn(model: WrappedTied, ids: jax.Array) -> jax.Array:
     return (model(ids).astype(jnp.float32) ** 2).mean()
 
 
-def grouped(**settings) -> Tied:
+def grouped(**settings) -> WrappedTied:
     """The head of the list is inside another unit, as in a model with a unit for its last stage."""
-    model, mesh = Tied(nnx.Rngs(0)), js.mesh()
+    model, mesh = WrappedTied(nnx.Rngs(0)), js.mesh()
     js.fully_shard([model.embed, model.norm, model.out.head], mesh=mesh, **settings)
     js.fully_shard(model.out, mesh=mesh)
     return js.fully_shard(model, mesh=mesh)
 
 
-def table_of(model: Tied):
+def table_of(model: WrappedTied):
     return js.plan(model).leaf("out/head/table")
 
 
@@ -89,7 +89,7 @@ def test_it_keeps_its_dtype_by_any_of_its_paths():
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_its_gradients_are_those_of_one_device(reshard, accumulate):
-    model, plain = grouped(reshard_after_forward=reshard), Tied(nnx.Rngs(0))
+    model, plain = grouped(reshard_after_forward=reshard), WrappedTied(nnx.Rngs(0))
     grad = js.value_and_grad(loss_fn, accumulate=accumulate)
     loss, grads = nnx.jit(lambda model, ids: grad(model, ids))(model, IDS)
     wanted, wanted_grads = nnx.value_and_grad(loss_fn)(plain, IDS)
@@ -98,7 +98,7 @@ def test_its_gradients_are_those_of_one_device(reshard, accumulate):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), grads, wanted_grads)
 
 
-def gathers_of_the_table(model: Tied) -> int:
+def gathers_of_the_table(model: WrappedTied) -> int:
     grads = nnx.jit(nnx.grad(loss_fn)).lower(model, IDS).lowered.as_text()
     return len(re.findall(r"all_gather.*-> tensor<1024x64x", grads))
 
@@ -129,7 +129,7 @@ def test_the_program_does_as_explain_says():
 
 
 def test_a_list_that_does_not_have_all_uses_leaves_it_to_the_root():
-    model, mesh = Tied(nnx.Rngs(0)), js.mesh()
+    model, mesh = WrappedTied(nnx.Rngs(0)), js.mesh()
     precision = js.MixedPrecision(param_dtype="bfloat16")
     js.fully_shard([model.embed, model.norm], mesh=mesh, mixed_precision=precision)
     js.fully_shard(model, mesh=mesh)
@@ -137,8 +137,8 @@ def test_a_list_that_does_not_have_all_uses_leaves_it_to_the_root():
 
 
 def test_a_list_that_is_never_gathered_may_share_it():
-    model, mesh = Tied(nnx.Rngs(0)), js.mesh()
+    model, mesh = WrappedTied(nnx.Rngs(0)), js.mesh()
     js.fully_shard([model.embed, model.out.head], mesh=mesh, placement=js.PlacementPolicy(gathered=False))
     js.fully_shard([model.body, model.norm, model.out.gate], mesh=mesh)
     assert model.embed(IDS).shape == (16, 8, 64)
-    np.testing.assert_allclose(model.embed(IDS), Tied(nnx.Rngs(0)).embed(IDS), rtol=1e-6)
+    np.testing.assert_allclose(model.embed(IDS), WrappedTied(nnx.Rngs(0)).embed(IDS), rtol=1e-6)

@@ -298,7 +298,7 @@ NUM_LAYERS = 4
 ROWS = jnp.zeros((16, WIDTH))
 
 
-class Tower(nn.Module):
+class LoopsOrScans(nn.Module):
     remat: bool
     scan: bool
 
@@ -327,7 +327,7 @@ def test_what_is_kept_is_gathered_once(scan):
 
 
 def assert_gathered(times: int, remat: bool, scan: bool, settings: dict[str, Any]) -> None:
-    model = js.fully_shard(Tower(remat, scan), mesh=js.mesh(), units=LinenLayer, **settings)
+    model = js.fully_shard(LoopsOrScans(remat, scan), mesh=js.mesh(), units=LinenLayer, **settings)
     params = js.abstract_init(lambda: model.init(jax.random.key(0), ROWS)["params"], model)
     grad = jax.grad(lambda params: (model.apply({"params": params}, ROWS) ** 2).mean())
     found = collections.Counter()

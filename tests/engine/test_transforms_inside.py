@@ -15,12 +15,14 @@ from flax import nnx
 from jax.experimental import checkify
 
 import jshard as js
-from tests.helpers import placed
+from tests.helpers import mean_square, placed
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 
 
-class Block(nnx.Module):
+class LooksUpGelu(nnx.Module):
+    """A block that looks its activation up when it is called, as tools that replace operations expect."""
+
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(64, rngs=rngs)
         self.up = nnx.Linear(64, 128, rngs=rngs)
@@ -30,8 +32,8 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
-class Rematted(Block):
-    __call__ = nnx.remat(Block.__call__)
+class Rematted(LooksUpGelu):
+    __call__ = nnx.remat(LooksUpGelu.__call__)
 
 
 def run(block, x):
@@ -50,17 +52,17 @@ def scan(block, x):
 
 FORMS = {
     "a decorated method": (Rematted, run),
-    "jit": (Block, lambda block, x: nnx.jit(run)(block, x)),
-    "jit of remat": (Block, lambda block, x: nnx.jit(nnx.remat(run))(block, x)),
-    "cond": (Block, lambda block, x: nnx.cond(x.sum() > 0, run, lambda block, x: 2 * block(x), block, x)),
-    "vmap": (Block, lambda block, x: nnx.vmap(run, in_axes=(None, 0))(block, x)),
-    "fori_loop": (Block, loop),
-    "scan": (Block, scan),
+    "jit": (LooksUpGelu, lambda block, x: nnx.jit(run)(block, x)),
+    "jit of remat": (LooksUpGelu, lambda block, x: nnx.jit(nnx.remat(run))(block, x)),
+    "cond": (LooksUpGelu, lambda block, x: nnx.cond(x.sum() > 0, run, lambda block, x: 2 * block(x), block, x)),
+    "vmap": (LooksUpGelu, lambda block, x: nnx.vmap(run, in_axes=(None, 0))(block, x)),
+    "fori_loop": (LooksUpGelu, loop),
+    "scan": (LooksUpGelu, scan),
 }
 
 
 def model_of(block, call):
-    class Model(nnx.Module):
+    class CallsItsBlocksBy(nnx.Module):
         def __init__(self, rngs):
             self.blocks = nnx.List([block(rngs) for _ in range(2)])
             self.head = nnx.Linear(64, 8, rngs=rngs)
@@ -70,17 +72,17 @@ def model_of(block, call):
                 x = call(block, x)
             return self.head(x)
 
-    return Model(nnx.Rngs(0))
+    return CallsItsBlocksBy(nnx.Rngs(0))
 
 
 def step():
-    return nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean()))
+    return nnx.jit(nnx.value_and_grad(mean_square))
 
 
 @functools.cache
 def wanted():
     """The forms that call each block once compute the same."""
-    return step()(model_of(Block, run), X)
+    return step()(model_of(LooksUpGelu, run), X)
 
 
 TWICE = ("cond", "fori_loop", "scan")
@@ -101,7 +103,7 @@ def test_nothing_more_is_sent(form):
         text = step().lower(model, X).as_text()
         return collections.Counter(re.findall(r"stablehlo\.(all_gather|all_reduce|reduce_scatter)", text))
 
-    assert collectives(*FORMS[form]) == collectives(Block, run)
+    assert collectives(*FORMS[form]) == collectives(LooksUpGelu, run)
 
 
 def intercepted(model):
@@ -124,8 +126,8 @@ def intercepted(model):
 
 
 def test_operations_that_are_replaced_while_the_call_runs_are_replaced_in_units():
-    build = lambda: intercepted(model_of(Block, run))
-    model = js.fully_shard(build(), units=Block, mesh=js.mesh())
+    build = lambda: intercepted(model_of(LooksUpGelu, run))
+    model = js.fully_shard(build(), units=LooksUpGelu, mesh=js.mesh())
     found, replaced = step()(model, X), step()(build(), X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, replaced)
     assert abs(wanted()[0] - replaced[0]) > 1e-3 * replaced[0]
@@ -135,7 +137,7 @@ def test_operations_that_are_replaced_while_the_call_runs_are_replaced_in_units(
 def test_checkify_looks_into_units(degree):
     """On one device a unit is a call like any other. Seen to fail there while it was an equation."""
 
-    class Checked(Block):
+    class Checked(LooksUpGelu):
         def __call__(self, x):
             checkify.check(jnp.all(x < 3), "large: {x}", x=x.max())
             return super().__call__(x)
@@ -145,7 +147,7 @@ def test_checkify_looks_into_units(degree):
     model = js.shard_init(lambda: build(Checked), lambda m: js.fully_shard(m, units=Checked, mesh=mesh))
     graph, state = nnx.split(model)
     grad = jax.grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).mean())
-    of_plain = jax.tree.leaves(nnx.jit(nnx.grad(lambda model, x: (model(x) ** 2).mean()))(build(Block), X / 10))
+    of_plain = jax.tree.leaves(nnx.jit(nnx.grad(mean_square))(build(LooksUpGelu), X / 10))
     for x, is_large in ((X / 10, False), (X, True)):
         error, grads = jax.jit(checkify.checkify(grad))(state, x)
         assert ("large: " in (error.get() or "")) == is_large

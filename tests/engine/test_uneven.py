@@ -17,6 +17,7 @@ from jshard.inspect.memory import memory_of
 from jshard.plans.padding import padding_of
 from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss_fn, placed, token_batch, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, train, worst
+from tests.toy_models import Tower
 
 ADAMW = optax.adamw(1e-2, eps=1e-3)  # gradients that are zero but for rounding stay small
 
@@ -88,7 +89,9 @@ def test_in_a_stack_of_layers():
 # What the user sees: logical shapes and values.
 
 
-class Table(nnx.Module):
+class OddTable(nnx.Module):
+    """Rows and columns that nothing divides."""
+
     def __init__(self, rngs: nnx.Rngs):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (501, 47)))
 
@@ -96,11 +99,11 @@ class Table(nnx.Module):
         return x @ self.kernel
 
 
-def table() -> Table:
-    return Table(nnx.Rngs(0))
+def table() -> OddTable:
+    return OddTable(nnx.Rngs(0))
 
 
-def shard_table(model: Table) -> None:
+def shard_table(model: OddTable) -> None:
     js.fully_shard(model, mesh=js.mesh())
 
 
@@ -159,7 +162,7 @@ OPTIMIZERS = {
 }
 
 
-def table_loss(model: Table) -> jax.Array:
+def table_loss(model: OddTable) -> jax.Array:
     """In global view, outside any call."""
     kernel = model.kernel[...]
     return ((kernel - jnp.sin(jnp.arange(501.0)[:, None])) ** 4).mean()
@@ -178,7 +181,7 @@ OPTIMIZERS["the user's own"] = by_rows
 
 
 @nnx.jit
-def table_step(model: Table, optimizer: nnx.Optimizer) -> None:
+def table_step(model: OddTable, optimizer: nnx.Optimizer) -> None:
     optimizer.update(model, nnx.grad(table_loss)(model))
 
 
@@ -217,30 +220,30 @@ def _shapes_of_gathers(text: str) -> list[str]:
 # Any other optimizer sees stored arrays: without js.shard_optimizer there are no gradients for it.
 
 
-def called_loss(model: Table, x: jax.Array) -> jax.Array:
+def called_loss(model: OddTable, x: jax.Array) -> jax.Array:
     return ((model(x) - 1) ** 2).mean()
 
 
-def with_an_optimizer(model: Table, x: jax.Array) -> None:
+def with_an_optimizer(model: OddTable, x: jax.Array) -> None:
     optimizer = nnx.Optimizer(model, by_rows(), wrt=nnx.Param)
     optimizer.update(model, nnx.grad(called_loss)(model, x))
 
 
-def by_hand(model: Table, x: jax.Array) -> None:
+def by_hand(model: OddTable, x: jax.Array) -> None:
     grads = nnx.grad(called_loss)(model, x)
     nnx.update(model, jax.tree.map(lambda p, g: p - g / jnp.abs(g).mean(), nnx.state(model, nnx.Param), grads))
 
 
-def accumulated(model: Table, x: jax.Array) -> None:
+def accumulated(model: OddTable, x: jax.Array) -> None:
     js.value_and_grad(called_loss, accumulate=2, sync="last")(model, x)
 
 
-def in_global_view(model: Table, x: jax.Array) -> None:
+def in_global_view(model: OddTable, x: jax.Array) -> None:
     with js.global_view():
         by_hand(model, x)
 
 
-def inside_jit_and_checkpoint(model: Table, x: jax.Array) -> None:
+def inside_jit_and_checkpoint(model: OddTable, x: jax.Array) -> None:
     loss = jax.checkpoint(lambda params, rest: jax.jit(called_loss)(nnx.merge(graphdef, params, rest), x))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     jax.grad(loss)(params, rest)
@@ -298,22 +301,13 @@ def test_an_optimizer_counts_for_its_model_only_and_for_copies_of_it():
 
 def test_the_root_may_name_what_a_unit_would_pad():
     """The unit is annotated first, and has padded it by then."""
-    model = nnx.List([table()])
-    js.fully_shard(model[0], mesh=js.mesh())
-    assert padding_of(model[0].kernel) is not None
-
-    class Root(nnx.Module):
-        def __init__(self, tables):
-            self.tables = tables
-
-        def __call__(self, x):
-            return self.tables[0](x)
-
-    root = Root(model)
-    js.fully_shard(root, mesh=js.mesh(), placement=js.PlacementPolicy(allow_replicated=["tables/0/kernel"]))
-    assert js.plan(root).leaf("tables/0/kernel").placement.dim is None
-    assert padding_of(root.tables[0].kernel) is None
-    np.testing.assert_array_equal(root.tables[0].kernel.get_raw_value(), plain_values())
+    root = Tower([table()])
+    js.fully_shard(root.blocks[0], mesh=js.mesh())
+    assert padding_of(root.blocks[0].kernel) is not None
+    js.fully_shard(root, mesh=js.mesh(), placement=js.PlacementPolicy(allow_replicated=["blocks/0/kernel"]))
+    assert js.plan(root).leaf("blocks/0/kernel").placement.dim is None
+    assert padding_of(root.blocks[0].kernel) is None
+    np.testing.assert_array_equal(root.blocks[0].kernel.get_raw_value(), plain_values())
 
 
 def test_the_compiled_program_sends_what_the_plan_says():

@@ -18,11 +18,12 @@ from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
 from tests.helpers import compile_to_read, placed, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, compare, train
+from tests.toy_models import ResidualLinear, Tower
 
 ROWS, WIDTH, BATCH = 1001, 32, 16  # rows divide by nothing: the table is stored padded
 
 
-class Table(nnx.Module):
+class CountedTable(nnx.Module):
     """Rows of a table that is read as one logical array; the compiler says how."""
 
     def __init__(self, rngs: nnx.Rngs):
@@ -39,28 +40,16 @@ class Table(nnx.Module):
         return jax.lax.with_sharding_constraint(self.rows[...], jax.NamedSharding(js.mesh(), P()))[ids]
 
 
-class Block(nnx.Module):
+class BesideATable(Tower):
+    """Its call does not use its table: that is called, or read, beside it."""
+
     def __init__(self, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + nnx.gelu(self.linear(x))
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.table = Table(rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__([ResidualLinear(WIDTH, rngs) for _ in range(2)], nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+        self.table = CountedTable(rngs)
 
 
 def build():
-    return Model(nnx.Rngs(0))
+    return BesideATable(nnx.Rngs(0))
 
 
 def by_row(path, shape):
@@ -70,7 +59,7 @@ def by_row(path, shape):
 def annotator(mesh, **settings):
     def annotate(model):
         js.fully_shard(model.table, mesh=mesh, **with_placement(gathered=False, shard_dim=by_row, **settings))
-        js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)
+        js.fully_shard(model, mesh=mesh, units=ResidualLinear, reshard_after_forward=False)
 
     return annotate
 
@@ -185,7 +174,7 @@ def test_a_call_in_global_view_and_one_of_the_model_check_out():
 # ---- Inside the region -----------------------------------------------------------------------
 
 
-class Around(Model):
+class Around(BesideATable):
     """A model whose call may use its table."""
 
     def __init__(self, use, rngs: nnx.Rngs):

@@ -1,6 +1,7 @@
 """A model of one example under a map is split like a batched one: results, operations, memory and bytes of a device."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jshard as js
+from tests import linen_models
+from tests.toy_models import ResidualLinear, Tower
 
 WIDTH = 64
 ROWS = np.random.default_rng(0).normal(size=(128, WIDTH)).astype(np.float32)
@@ -20,50 +23,25 @@ ROWS = np.random.default_rng(0).normal(size=(128, WIDTH)).astype(np.float32)
 Function = Callable[[Any, jax.Array], jax.Array]
 
 
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + nn.tanh(nn.Dense(WIDTH)(x))
+LINEN = linen_models.Tower(functools.partial(linen_models.Residual, WIDTH, nn.tanh), out_features=1)
 
 
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(2):
-            x = LinenBlock()(x)
-        return nn.Dense(1)(x)[..., 0]
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + jnp.tanh(self.dense(x))
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)[..., 0]
+def net() -> Tower:
+    rngs = nnx.Rngs(0)
+    return Tower([ResidualLinear(WIDTH, rngs, jnp.tanh) for _ in range(2)], nnx.Linear(WIDTH, 1, rngs=rngs))
 
 
 def linen(units: Any) -> tuple[Function, Any]:
-    model = js.fully_shard(LinenNet(), mesh=js.mesh(), units=units and LinenBlock)
+    model = js.fully_shard(LINEN, mesh=js.mesh(), units=units and linen_models.Residual)
     params = js.shard_init(lambda: model.init(jax.random.key(0), jnp.zeros(WIDTH))["params"], model)
-    return lambda params, x: model.apply({"params": params}, x), params
+    return lambda params, x: model.apply({"params": params}, x)[..., 0], params
 
 
 def of_nnx(units: Any) -> tuple[Function, Any]:
-    annotate = lambda model: js.fully_shard(model, mesh=js.mesh(), units=units and Block)
-    model = js.shard_init(lambda: Net(nnx.Rngs(0)), annotate)
+    annotate = lambda model: js.fully_shard(model, mesh=js.mesh(), units=units and ResidualLinear)
+    model = js.shard_init(net, annotate)
     graph, params = nnx.split(model)
-    return lambda params, x: nnx.merge(graph, params, copy=True)(x), params
+    return lambda params, x: nnx.merge(graph, params, copy=True)(x)[..., 0], params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +197,7 @@ def test_an_ensemble_of_parameters_equals_one_device():
         return jax.vmap(jax.value_and_grad(square(f)), in_axes=(0, None))(members, x)
 
     got = jax.jit(lambda p, x: run(p, x, f))(params, ROWS)
-    graph, plain = nnx.split(Net(nnx.Rngs(0)))
-    wanted = jax.jit(lambda p, x: run(p, x, lambda p, x: nnx.merge(graph, p, copy=True)(x)))(plain, ROWS)
+    graph, plain = nnx.split(net())
+    wanted = jax.jit(lambda p, x: run(p, x, lambda p, x: nnx.merge(graph, p, copy=True)(x)[..., 0]))(plain, ROWS)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)

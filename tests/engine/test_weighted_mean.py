@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,24 +12,15 @@ from flax import nnx
 import jshard as js
 from jshard.api.loss_scale import LossScale, scaled_value_and_grad
 from jshard.errors import CallError
+from tests import linen_models
+from tests.toy_models import TwoLayers
 
 ROWS, LENGTH, WIDTH = 32, 4, 64
 ALL = js.PlacementPolicy(min_size=1)
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.down = nnx.Linear(WIDTH, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(nnx.gelu(self.up(x)))
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(8)(nn.gelu(nn.Dense(WIDTH)(x)))
+def two_layers() -> TwoLayers:
+    return TwoLayers(WIDTH, WIDTH, 8, nnx.Rngs(0))
 
 
 def masked_batch():
@@ -61,11 +51,11 @@ def annotated(settings, **how):
         js.fully_shard(model.up, mesh=mesh, placement=ALL, **how)
         js.fully_shard(model, mesh=mesh, placement=ALL, **how)
 
-    return js.shard_init(lambda: Model(nnx.Rngs(0)), annotate)
+    return js.shard_init(two_layers, annotate)
 
 
 def wanted():
-    return nnx.jit(nnx.value_and_grad(quotient))(Model(nnx.Rngs(0)), *masked_batch())
+    return nnx.jit(nnx.value_and_grad(quotient))(two_layers(), *masked_batch())
 
 
 def assert_same(result, expected, rtol=2e-6):
@@ -88,7 +78,7 @@ def test_a_masked_mean_over_microbatches_is_that_of_the_whole_batch(degrees, ste
 
 @pytest.mark.parametrize(("steps", "sync"), [(1, "each"), (4, "each"), (4, "last")])
 def test_a_masked_mean_of_a_linen_model_is_that_of_the_whole_batch(steps, sync):
-    plain, (x, mask) = Linen(), masked_batch()
+    plain, (x, mask) = linen_models.TwoLayers(WIDTH, 8), masked_batch()
     model = js.fully_shard(plain, mesh=js.mesh(), placement=ALL)
     params = js.shard_init(lambda: model.init(jax.random.key(0), x), model)
     of = lambda model, params, x, mask: losses_of(model.apply(params, x), mask)
@@ -162,7 +152,7 @@ def test_no_gradient_flows_through_the_weight(steps):
 
     grad_fn = js.value_and_grad(learned, accumulate=steps)
     result = nnx.jit(lambda model, *batch: grad_fn(model, *batch))(annotated({}), *masked_batch())
-    expected = nnx.value_and_grad(as_documented)(Model(nnx.Rngs(0)), *masked_batch())
+    expected = nnx.value_and_grad(as_documented)(two_layers(), *masked_batch())
     assert_same(result, expected)
 
 

@@ -21,6 +21,7 @@ from jshard.errors import AnnotationError
 from jshard.inspect.communication import traffic_of
 from jshard.plans import plan as plans
 from jshard.plans.placement import Placement, PlacementPolicy, place
+from tests import linen_models
 from tests.helpers import Config, Decoder, Scanning, compile_to_read, fresh, loss_fn, token_batch
 from tests.parity import flat
 
@@ -237,11 +238,7 @@ def test_microbatches_are_summed_before_or_after_what_is_sent(sync):
 
 
 def test_a_linen_model_sends_half_as_well():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x + nn.Dense(64)(nn.relu(nn.Dense(256)(x)))
-
+    plain = linen_models.Residual(256, nn.relu)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
 
     def outcome(model):
@@ -249,7 +246,7 @@ def test_a_linen_model_sends_half_as_well():
         return jax.jit(jax.value_and_grad(lambda params: (model.apply(params, x) ** 2).mean()))(params)
 
     (loss, grads), (exact, theirs) = (
-        outcome(js.fully_shard(Model(), mesh=js.mesh(fsdp=8), mixed_precision=precision))
+        outcome(js.fully_shard(plain, mesh=js.mesh(fsdp=8), mixed_precision=precision))
         for precision in (js.MixedPrecision(reduce_dtype="float32", wire_dtype="bfloat16"), None)
     )
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)

@@ -18,6 +18,7 @@ from jshard.engine.schedule.program_schedule import ScheduledUnit
 from jshard.engine.weighted import MeanShares
 from jshard.errors import CallError
 from jshard.plans import placement
+from tests.toy_models import Tower
 
 WIDTH = 32
 SMALL = js.PlacementPolicy(min_size=1)
@@ -118,7 +119,9 @@ def hybrid_model() -> tuple[nnx.Module, dict[str, Any]]:
     return model, {}
 
 
-class Layer(nnx.Module):
+class ScalesRows(nnx.Module):
+    """A kernel that half precision would round, and scales beside it."""
+
     def __init__(self):
         self.kernel = nnx.Param(jnp.full((WIDTH, WIDTH), (1 + 0.99 * 2**-8) / WIDTH))
         self.scale = nnx.Param(jnp.ones(WIDTH))
@@ -127,23 +130,13 @@ class Layer(nnx.Module):
         return (x * self.scale[...][None]) @ self.kernel[...]
 
 
-class Layers(nnx.Module):
-    def __init__(self):
-        self.layers = nnx.List([Layer() for _ in range(5)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def pieces_model() -> tuple[nnx.Module, dict[str, Any]]:
     """Kept in pieces, with kernels that half precision would round."""
-    model = Layers()
+    model = Tower([ScalesRows() for _ in range(5)])
     precision = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep=("*kernel",), cast_inputs=False)
     how = {"mesh": js.mesh(), "placement": SMALL, "mixed_precision": precision, "reshard_after_forward": 2}
-    for layer in model.layers:
-        js.fully_shard(layer, **how)
+    for block in model.blocks:
+        js.fully_shard(block, **how)
     js.fully_shard(model, mesh=js.mesh())
     return model, {"tolerance": 6e-3}  # of the scales, whose gradients are in half precision
 

@@ -211,15 +211,11 @@ def test_a_large_model_is_explained_without_arrays():
 
 
 def test_activations_of_a_model_that_counts_its_random_numbers():
-    class Dropping(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(64, 64, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    def dropping() -> nnx.Sequential:
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
 
-        def __call__(self, x):
-            return self.dropout(self.linear(x))
-
-    model = js.abstract_init(lambda: Dropping(nnx.Rngs(0)), lambda m: js.fully_shard(m, mesh=js.mesh()))
+    model = js.abstract_init(dropping, lambda m: js.fully_shard(m, mesh=js.mesh()))
     batch = jax.ShapeDtypeStruct((16, 64), "float32")
     assert "saved for backward" in str(js.explain(model, loss_fn=lambda model, x: model(x).sum(), batch=batch))
 

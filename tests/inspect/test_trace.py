@@ -15,8 +15,10 @@ from jshard.errors import RunError, ShardingError
 from jshard.inspect.profile.events import Event
 from jshard.inspect.profile.operations import Ops
 from tests.golden_texts import GoldenTexts
+from tests.helpers import mean_square
 from tests.inspect.made_up_profiles import event, kernel, marks, plane, thunk, write
 from tests.scheduled_text import body, dot, gather, gathered, loop, program, scatter, scattered
+from tests.toy_models import Residual, Tower
 
 FILE = "a.xplane.pb"
 PROGRAM = program(
@@ -348,32 +350,15 @@ def test_a_truncated_file(tmp_path):
 # ---- a real profile
 
 
-class Block(nnx.Module):
-    def __init__(self, width, rngs):
-        self.up = nnx.Linear(width, 2 * width, rngs=rngs)
-        self.down = nnx.Linear(2 * width, width, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([Block(64, rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     """Three steps of a small model on eight CPU devices, dispatched without waiting, and their program."""
-    model = js.fully_shard(Model(nnx.Rngs(0)), units=Block, mesh=js.mesh())
+    rngs = nnx.Rngs(0)
+    tower = Tower([Residual(64, 128, rngs) for _ in range(2)])
+    model = js.fully_shard(tower, units=Residual, mesh=js.mesh())
     optimizer = js.shard_optimizer(model, optax.sgd(1e-3))
     x = js.shard_batch(jnp.ones((64, 64)), js.mesh())
-    step = js.train.TrainStep(lambda model, x: (model(x) ** 2).mean(), model, optimizer, x)
+    step = js.train.TrainStep(mean_square, model, optimizer, x)
     jax.block_until_ready(step(x))
     folder = tmp_path_factory.mktemp("profile")
     with jax.profiler.trace(folder):

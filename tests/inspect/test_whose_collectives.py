@@ -14,6 +14,7 @@ from jshard.inspect.hlo.collectives import mixing_in, unit_and_phase
 from jshard.inspect.hlo.module import HloArray
 from jshard.inspect.hlo.walk import read_schedule
 from tests.scheduled_text import EIGHT, body, computation, dot, loop, program
+from tests.toy_models import Tied
 
 NAME = "jit(step)/(jvp(mixing[sum|square|vae.py|35|VAE.__call__|256])/psum:transpose(jvp(jshard[up]/backward))/psum)"
 VAE = Mixing("sum", "square", "vae.py:35 (VAE.__call__)", 1, 256)
@@ -26,20 +27,14 @@ def sent(kind: str, *dims: tuple[int, ...], **more: object) -> Window:
     return Window("c", kind, (("f32", size),), (*range(8),), ("fsdp",), arrays=arrays, **more)  # type: ignore[arg-type]
 
 
-class Tables(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.table = nnx.Embed(ROWS, WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-
-def annotate(model: Tables) -> None:
+def annotate(model: Tied) -> None:
     js.fully_shard(model.table, mesh=js.mesh(), placement=js.PlacementPolicy(gathered=False, shard_dim=1))
     js.fully_shard(model, mesh=js.mesh())
 
 
 @pytest.fixture(scope="module")
 def plan() -> js.ShardPlan:
-    return js.plan(js.abstract_init(lambda: Tables(nnx.Rngs(0)), annotate))
+    return js.plan(js.abstract_init(lambda: Tied(ROWS, WIDTH, nnx.Rngs(0)), annotate))
 
 
 def test_what_a_compiler_joins_is_taken_apart(plan: js.ShardPlan):

@@ -11,20 +11,15 @@ import optax
 import pytest
 
 import jshard as js
+from tests.linen_models import Residual
 
 D = 64
 X = np.random.default_rng(0).normal(size=(16, D)).astype(np.float32)
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(D)(nn.gelu(nn.Dense(2 * D)(x)))
-
-
 class Trunk(nn.Module):
     def setup(self):
-        self.blocks = [Block() for _ in range(2)]
+        self.blocks = [Residual(2 * D) for _ in range(2)]
 
     def __call__(self, x):
         for block in self.blocks:
@@ -38,7 +33,7 @@ class Head(nn.Module):
         return nn.Dense(D)(x)
 
 
-class Model(nn.Module):
+class TrunkAndHead(nn.Module):
     head: nn.Module
 
     def setup(self):
@@ -62,7 +57,7 @@ FORMS = {
     "function": lambda m, v, x: m.apply(v, x, method=parts),
     "partial": lambda m, v, x: m.apply(v, x, method=functools.partial(parts, scale=3.0)),
     "closure over the batch": lambda m, v, x: m.apply(v, method=lambda s: parts(s, x)),
-    "bound method of another instance": lambda m, v, x: m.apply(v, x, method=Model(Head()).__call__),
+    "bound method of another instance": lambda m, v, x: m.apply(v, x, method=TrunkAndHead(Head()).__call__),
     "nn.apply": lambda m, v, x: nn.apply(parts, m)(v, x),
     "mutable": lambda m, v, x: m.apply(v, x, method=parts, mutable=["batch_stats"])[0],
     "bind": lambda m, v, x: m.bind(v)(x),
@@ -74,8 +69,8 @@ FORMS = {
 
 @functools.cache
 def models():
-    plain = Model(Head())
-    model = js.fully_shard(Model(Head()), units=Block, mesh=js.mesh())
+    plain = TrunkAndHead(Head())
+    model = js.fully_shard(TrunkAndHead(Head()), units=Residual, mesh=js.mesh())
     params = js.shard_init(lambda: model.init(jax.random.key(0), X), model)
     return plain, plain.init(jax.random.key(0), X), model, params
 
@@ -100,7 +95,7 @@ def test_every_form_of_a_call_is_a_region(form):
 
 
 def test_init_by_a_function_places_the_parameters():
-    model = js.fully_shard(Model(Head()), units=Block, mesh=js.mesh())
+    model = js.fully_shard(TrunkAndHead(Head()), units=Residual, mesh=js.mesh())
     params = js.shard_init(lambda: model.init(jax.random.key(0), X, method=parts), model)
     kernel = params["params"]["head"]["Dense_0"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (D // 8, D)
@@ -108,7 +103,7 @@ def test_init_by_a_function_places_the_parameters():
 
 
 def test_the_root_s_own_parameters_are_gathered_in_a_function():
-    class Tied(nn.Module):
+    class ReadByHand(nn.Module):
         def setup(self):
             self.table = self.param("table", nn.initializers.normal(0.02), (128, D))
 
@@ -116,7 +111,7 @@ def test_the_root_s_own_parameters_are_gathered_in_a_function():
             return self.table[ids]
 
     score = lambda m, h: h @ m.table.T
-    model = js.fully_shard(Tied(), mesh=js.mesh())
+    model = js.fully_shard(ReadByHand(), mesh=js.mesh())
     params = js.shard_init(lambda: model.init(jax.random.key(0), np.arange(16)), model)
     compiled = jax.jit(jax.grad(lambda v, x: (model.apply(v, x, method=score) ** 2).mean())).lower(params, X).compile()
     report = js.audit(compiled, model=model)
@@ -125,11 +120,13 @@ def test_the_root_s_own_parameters_are_gathered_in_a_function():
 
 def test_a_submodule_called_before_init_is_traced_warns_once_with_what_helps():
     _, variables, *_ = models()
-    model = js.fully_shard(Model(Head()), units=Block, mesh=js.mesh())
-    with pytest.warns(UserWarning, match=r"trunk of Model runs in global view[\s\S]*jax\.eval_shape\(model\.init"):
+    model = js.fully_shard(TrunkAndHead(Head()), units=Residual, mesh=js.mesh())
+    with pytest.warns(
+        UserWarning, match=r"trunk of TrunkAndHead runs in global view[\s\S]*jax\.eval_shape\(model\.init"
+    ):
         found = model.bind(variables).trunk(X)
     model.bind(variables).trunk(X)  # a second warning would be an error
-    np.testing.assert_allclose(found, Model(Head()).bind(variables).trunk(X), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found, TrunkAndHead(Head()).bind(variables).trunk(X), rtol=1e-5, atol=1e-6)
     jax.eval_shape(model.init, jax.random.key(0), X)
     text = jax.jit(lambda v, x: model.bind(v).trunk(x)).lower(variables, X).as_text()
     assert "all_gather" in text

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 
 import jshard as js
-from tests.linen_models import differences
+from tests.linen_models import Residual, differences
 
 WIDTH, BATCH = 16, 8
 X = np.random.default_rng(0).standard_normal((BATCH, WIDTH)).astype(np.float32)
 
 
-class Block(nn.Module):
+class Unit(Residual):
     """A unit of every model here."""
 
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(2 * WIDTH)(x)))
+    hidden: int = 2 * WIDTH
+    activation: Callable[[jax.Array], jax.Array] = jnp.tanh
 
 
 class Carry(nn.Module):
@@ -29,7 +28,7 @@ class Carry(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        return Block(name="block")(x), x.mean()
+        return Unit(name="block")(x), x.mean()
 
 
 class Scanned(nn.Module):
@@ -43,13 +42,13 @@ class Scanned(nn.Module):
 class Recomputed(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable)(name="block")(x)
+        return nn.remat(Unit, policy=jax.checkpoint_policies.dots_saveable)(name="block")(x)
 
 
 class Jitted(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.jit(Block)(name="second")(nn.jit(Block)(name="first")(x))
+        return nn.jit(Unit)(name="second")(nn.jit(Unit)(name="first")(x))
 
 
 class Copies(nn.Module):
@@ -58,7 +57,7 @@ class Copies(nn.Module):
     @nn.compact
     def __call__(self, x):
         members = nn.vmap(
-            Block, in_axes=None, out_axes=1, axis_size=3, variable_axes={"params": 0}, split_rngs={"params": True}
+            Unit, in_axes=None, out_axes=1, axis_size=3, variable_axes={"params": 0}, split_rngs={"params": True}
         )
         return members(name="members")(x).mean(1)
 
@@ -68,7 +67,7 @@ class OverTime(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        places = nn.vmap(Block, in_axes=1, out_axes=1, variable_axes={"params": None}, split_rngs={"params": False})
+        places = nn.vmap(Unit, in_axes=1, out_axes=1, variable_axes={"params": None}, split_rngs={"params": False})
         return places(name="block")(jnp.stack([x, x[:, ::-1]], 1)).sum(1)
 
 
@@ -76,7 +75,7 @@ class Chooses(nn.Module):
     """A branch by what the whole batch holds, and one by a number."""
 
     def setup(self):
-        self.first, self.second = Block(), Block()
+        self.first, self.second = Unit(), Unit()
 
     def __call__(self, x):
         if self.is_initializing():
@@ -91,7 +90,7 @@ class Repeats(nn.Module):
     """A loop whose length the batch decides; counts its turns."""
 
     def setup(self):
-        self.block = Block()
+        self.block = Unit()
         self.turns = self.variable("counts", "turns", lambda: jnp.zeros((), jnp.int32))
 
     def __call__(self, x):
@@ -114,7 +113,7 @@ class OwnRule(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        block = Block(name="block")
+        block = Unit(name="block")
 
         def forward(module, x):
             return nn.vjp(lambda module, x: module(x), module, x)
@@ -131,7 +130,7 @@ class Slopes(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        out, pullback = nn.vjp(lambda module, x: module(x), Block(name="block"), x)
+        out, pullback = nn.vjp(lambda module, x: module(x), Unit(name="block"), x)
         return out + 0.1 * pullback(jnp.cos(x))[1]
 
 
@@ -140,7 +139,7 @@ class Directions(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        block = Block(name="block")
+        block = Unit(name="block")
         if self.is_initializing():
             return block(x)
         out, tangent = nn.jvp(lambda module, x: module(x), block, (x,), (jnp.cos(x),), {})
@@ -153,7 +152,7 @@ class Mapped(nn.Module):
     @nn.compact
     def __call__(self, x):
         normal = lambda params: jax.tree.map(lambda p: p / (1.0 + jnp.abs(p).max()), params)
-        normalised = nn.map_variables(Block, "params", normal, init=self.is_initializing())
+        normalised = nn.map_variables(Unit, "params", normal, init=self.is_initializing())
         return normalised(name="block")(x)
 
 
@@ -179,7 +178,7 @@ def test_a_lifted_transformation_around_units_equals_one_device(name: str):
     plain = MODELS[name]()
     variables = plain.init(jax.random.key(0), X)
     placement = js.PlacementPolicy(min_size=1)
-    sharded = js.fully_shard(MODELS[name](), mesh=js.mesh(), units=Block, placement=placement)
+    sharded = js.fully_shard(MODELS[name](), mesh=js.mesh(), units=Unit, placement=placement)
 
     def run(model: nn.Module) -> Any:
         def loss(params, x):

@@ -28,7 +28,7 @@ class Stack(nn.Module):
         return nn.scan(Layer, length=LAYERS, **lifted)(name="layers")(x, None)[0]
 
 
-class Model(nn.Module):
+class TowerAndHead(nn.Module):
     tower: Any
 
     @nn.compact
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
-    model = js.fully_shard(Model(tower or Stack()), mesh=js.mesh(), **settings)
+    model = js.fully_shard(TowerAndHead(tower or Stack()), mesh=js.mesh(), **settings)
     jax.eval_shape(model.init, jax.random.key(0), SHAPE)
     return model
 

@@ -17,19 +17,13 @@ from jshard.errors import AnnotationError
 from jshard.linen.boxes import Padded, is_padded
 from tests.engine.test_uneven import by_rows
 from tests.helpers import with_placement
-from tests.linen_models import creator
+from tests.linen_models import Residual, creator
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
 
 VOCAB, WIDTH = 501, 47  # nothing divides them
 ADAMW = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, eps=1e-3))  # rounding errors stay small
 IDS = np.random.default_rng(0).integers(0, VOCAB, (3, 16, 5), dtype=np.int32)
 FIRST = IDS[0, :, :-1]
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(48)(x)))
 
 
 class Decoder(nn.Module):
@@ -41,7 +35,7 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(self, ids):
         table = nn.Embed(self.vocab, self.width, name="table")
-        return table.attend(Block(name="block")(table(ids)))
+        return table.attend(Residual(48, name="block")(table(ids)))
 
 
 def mesh_of(degree: str) -> Any:
@@ -51,7 +45,7 @@ def mesh_of(degree: str) -> Any:
 def annotated(degree: str = "8", plain: nn.Module | None = None, **settings: Any) -> Any:
     """Cut along the first dim, biases too: all are padded where that is odd."""
     return js.fully_shard(
-        plain or Decoder(), mesh=mesh_of(degree), **with_placement(**{"units": Block, "shard_dim": 0, **settings})
+        plain or Decoder(), mesh=mesh_of(degree), **with_placement(**{"units": Residual, "shard_dim": 0, **settings})
     )
 
 
@@ -177,7 +171,7 @@ def test_what_is_written_is_logical(tmp_path):
 # Optimizers see logical arrays.
 
 
-class Table(nn.Module):
+class OddTable(nn.Module):
     @nn.compact
     def __call__(self, x):
         return x @ self.param("kernel", nn.initializers.normal(1.0), (VOCAB, WIDTH))
@@ -193,7 +187,7 @@ OPTIMIZERS = {
 
 @functools.cache
 def table() -> tuple[Any, np.ndarray]:
-    return js.fully_shard(Table(), mesh=js.mesh()), np.random.default_rng(1).standard_normal((8, VOCAB), np.float32)
+    return js.fully_shard(OddTable(), mesh=js.mesh()), np.random.default_rng(1).standard_normal((8, VOCAB), np.float32)
 
 
 @jax.jit
@@ -205,7 +199,7 @@ def table_step(state: TrainState, x: Any) -> TrainState:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_with_means_over_parameters_is_exact(name):
     model, x = table()
-    found, wanted = born(model, OPTIMIZERS[name](), x), creator(Table(), OPTIMIZERS[name](), x)()
+    found, wanted = born(model, OPTIMIZERS[name](), x), creator(OddTable(), OPTIMIZERS[name](), x)()
     before = kinds(found)
     for _ in range(2):
         found, wanted = table_step(found, x), table_step(wanted, x)
@@ -226,7 +220,7 @@ def in_global_view(state: TrainState, x: Any) -> None:
 
 @pytest.mark.parametrize("update", [table_step, by_hand, in_global_view])
 def test_a_padded_parameter_has_no_gradient_for_an_optimizer_that_would_see_the_padding(update):
-    model, x = js.fully_shard(Table(), mesh=js.mesh()), table()[1]
+    model, x = js.fully_shard(OddTable(), mesh=js.mesh()), table()[1]
     state = js.shard_init(creator(model, ADAMW, x), model)
     with pytest.raises(AnnotationError, match=r"Table: kernel  float32\[501, 47\], stored \[504, 47\]") as refused:
         update(state, x)

@@ -11,21 +11,11 @@ import pytest
 
 import jshard as js
 from tests.helpers import equations_run, with_placement
-from tests.linen_models import WIDTH, Block, assert_same, creator
+from tests.linen_models import WIDTH, Block, Tower, assert_same, creator
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
 NEVER = {"placement": js.PlacementPolicy(gathered=False, shard_dim=0)}
 UNITS = {"table": NEVER, Block: {}}
-
-
-class Tower(nn.Module):
-    """All that is beside the table: one region."""
-
-    @nn.compact
-    def __call__(self, x):
-        for i in range(2):
-            x = Block(WIDTH, name=f"block_{i}")(x)
-        return nn.Dense(WIDTH)(x)
 
 
 class Clicks(nn.Module):
@@ -35,7 +25,8 @@ class Clicks(nn.Module):
 
     def setup(self):
         self.table = nn.Embed(ROWS, WIDTH)
-        self.tower = (nn.remat(Tower) if self.remat else Tower)()
+        tower = nn.remat(Tower) if self.remat else Tower
+        self.tower = tower(Block, WIDTH)  # all that is beside the table: one region
         self.last = Block(WIDTH)
 
     def rows(self, ids):
@@ -51,7 +42,7 @@ class Nested(nn.Module):
     @nn.compact
     def __call__(self, ids):
         x = Lookup(name="lookup")(ids)
-        return nn.BatchNorm(use_running_average=False, name="norm")(Tower(name="tower")(x))
+        return nn.BatchNorm(use_running_average=False, name="norm")(Tower(Block, WIDTH, name="tower")(x))
 
 
 class Lookup(nn.Module):
@@ -126,7 +117,7 @@ def test_regions_that_flax_transforms_gather_for_themselves_with_a_warning():
     model, variables = made(Clicks(remat=True), js.mesh())
     loss = lambda params, ids: (model.apply({"params": params}, ids) ** 2).mean()
     run = js.value_and_grad(loss, model=model, accumulate=2, sync="last")
-    with pytest.warns(UserWarning, match=r"and again in each[\S\s]*\n  tower/Dense_0/bias\n  tower/Dense_0/kernel"):
+    with pytest.warns(UserWarning, match=r"and again in each[\S\s]*\n  tower/head/bias\n  tower/head/kernel"):
         jax.eval_shape(run, variables["params"], IDS)
 
 

@@ -22,6 +22,7 @@ from jshard.recipes.overrides import override
 from jshard.train import load_model_file
 from jshard.train.records import read_metrics
 from tests.compiling import environment
+from tests.parity import numbers_of
 from tests.wide import wide
 
 MODEL = Path(__file__).with_name("spied_model.py")
@@ -101,11 +102,7 @@ def leaves(out):
     model_file = load_model_file(MODEL)
     recipe = override(model_file.recipe()[1], SETTINGS)
     model, optimizer, step = restore(model_file, recipe, js.mesh(), Checkpointer(out / "checkpoints"))
-    return step, [np.asarray(raw(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
-
-
-def raw(x):
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return step, [np.asarray(numbers_of(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
 
 
 # One test, not several over a fixture: parallel test workers would each start the processes again.

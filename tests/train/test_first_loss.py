@@ -18,6 +18,7 @@ from jshard.recipes.building import new_model
 from jshard.recipes.model_file import ModelFile, next_token_loss
 from jshard.train import Recipe, RunOptions, TrainStep, fit, run_recipe
 from jshard.train.first_loss import explained
+from tests.toy_models import Residual
 
 HERE = pathlib.Path(__file__)
 LENGTH, ROWS = 8, 50  # 8 devices store 50 rows padded
@@ -30,21 +31,14 @@ class Config:
     spoiled: bool = False
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(128, 256, rngs=rngs)
-        self.down = nnx.Linear(256, 128, rngs=rngs)
+class WithPositions(nnx.Module):
+    """Looks tokens up in one table and positions in another."""
 
-    def __call__(self, x):
-        return x + self.down(jax.nn.gelu(self.up(x)))
-
-
-class Model(nnx.Module):
     def __init__(self, config, rngs):
         self.table = nnx.Embed(config.vocab_size, 512, rngs=rngs)
         self.places = nnx.Param(jax.random.normal(rngs.params(), (config.block_size, 512)))
         self.down = nnx.Linear(512, 128, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs)])
+        self.blocks = nnx.List([Residual(128, 256, rngs)])
         self.head = nnx.Linear(128, config.vocab_size, rngs=rngs)
         if config.spoiled:
             self.down.kernel[...] = self.down.kernel[...].at[3, 5].set(jnp.nan)
@@ -62,10 +56,10 @@ class LinenModel(nn.Module):
 
 
 def annotate(model, mesh):
-    return js.fully_shard(model, mesh=mesh, **({} if isinstance(model, nn.Module) else {"units": Block}))
+    return js.fully_shard(model, mesh=mesh, **({} if isinstance(model, nn.Module) else {"units": Residual}))
 
 
-def file(loss_fn=next_token_loss, build=Model):
+def file(loss_fn=next_token_loss, build=WithPositions):
     build = (lambda config, rngs: LinenModel()) if build is LinenModel else build
     return ModelFile(path=HERE, recipes={}, build=build, annotate=annotate, loss_fn=loss_fn)
 
@@ -109,7 +103,7 @@ def line(text):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("build", [Model, LinenModel])
+@pytest.mark.parametrize("build", [WithPositions, LinenModel])
 def test_a_token_beyond_the_table_is_named(build, tmp_path):
     rows = samples(token=60, at=5)
     data = Data(train=rows, held_out=samples(), description="ids", fingerprint="ids")
@@ -118,7 +112,7 @@ def test_a_token_beyond_the_table_is_named(build, tmp_path):
             file(build=build), recipe(), RunOptions(mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)
         )
     found = text_of(error.value)
-    place = line("x = self.table(ids)" if build is Model else 'name="table")(ids)')
+    place = line("x = self.table(ids)" if build is WithPositions else 'name="table")(ids)')
     assert found.startswith("Row 60 of table/embedding does not exist.\n")
     assert f"{place}: lookup in table/embedding" in found
     assert 'batch["inputs"][0, 5] = 60' in found

@@ -25,7 +25,9 @@ from jshard.recipes.building import optimizer_of
 from jshard.recipes.model_file import next_token_loss
 from jshard.train import ModelFile, Recipe, RunOptions, run_recipe
 from jshard.train.records import read_metrics
-from tests.helpers import compile_to_read
+from tests import linen_models
+from tests.helpers import compile_to_read, mean_square
+from tests.toy_models import Bigram, TwoLayers
 
 HALF = js.MixedPrecision(param_dtype="float16", reduce_dtype="float32")
 START = 2.0**14
@@ -35,21 +37,12 @@ GOOD = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 BAD = np.where(np.arange(16)[:, None] == 5, 60 * GOOD, GOOD)
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(64, 64, rngs=rngs)
-        self.down = nnx.Linear(64, 64, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(jax.nn.relu(self.up(x)))
+def two_layers() -> TwoLayers:
+    return TwoLayers(64, 64, 64, nnx.Rngs(0), jax.nn.relu)
 
 
-def loss_fn(model, x):
-    return (model(x).astype(jnp.float32) ** 2).mean()
-
-
-def made(tx: Any = None, scale: LossScale = SCALE) -> tuple[Model, nnx.Optimizer]:
-    model = Model(nnx.Rngs(0))
+def made(tx: Any = None, scale: LossScale = SCALE) -> tuple[TwoLayers, nnx.Optimizer]:
+    model = two_layers()
     js.fully_shard(model, units=nnx.Linear, mesh=js.mesh(), mixed_precision=HALF)
     return model, js.shard_optimizer(model, scale.around(tx or optax.adam(1e-3)))
 
@@ -57,7 +50,7 @@ def made(tx: Any = None, scale: LossScale = SCALE) -> tuple[Model, nnx.Optimizer
 def step_of(**settings: Any) -> Any:
     @nnx.jit
     def step(model, optimizer, x):
-        loss, grads = scaled_value_and_grad(loss_fn, optimizer, **settings)(model, x)
+        loss, grads = scaled_value_and_grad(mean_square, optimizer, **settings)(model, x)
         optimizer.update(model, grads)
         return loss, grads
 
@@ -107,7 +100,7 @@ def test_gradients_are_those_without_a_scale(case):
     model, optimizer = made()
     loss, grads = STEPS[case](model, optimizer, GOOD)
     plain, _ = made()
-    wanted_loss, wanted = nnx.jit(nnx.value_and_grad(loss_fn))(plain, GOOD)
+    wanted_loss, wanted = nnx.jit(nnx.value_and_grad(mean_square))(plain, GOOD)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         assert g.dtype == jnp.float32
@@ -126,7 +119,7 @@ def test_the_scale_stays_within_bounds():
 
 def test_no_communication_but_scalars():
     def reductions(optimizer_of_model):
-        model = Model(nnx.Rngs(0))
+        model = two_layers()
         js.fully_shard(model, units=nnx.Linear, mesh=js.mesh(), mixed_precision=HALF)
         optimizer = js.shard_optimizer(model, optimizer_of_model)
         text = compile_to_read(STEPS["plain"].lower(model, optimizer, GOOD).lowered).as_text()
@@ -136,17 +129,13 @@ def test_no_communication_but_scalars():
     assert reductions(SCALE.around(optax.adam(1e-3))) == reductions(optax.adam(1e-3)) != []
 
 
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(64, dtype=jnp.float16)(jax.nn.relu(nn.Dense(64, dtype=jnp.float16)(x)))
-
-
 def test_flaxs_own_scale_in_a_linen_train_state():
     class Scaled(TrainState):
         scale: Any = None
 
-    model = js.fully_shard(Linen(), mesh=js.mesh(), units=nn.Dense, mixed_precision=HALF)
+    model = js.fully_shard(
+        linen_models.TwoLayers(64, 64, jax.nn.relu, jnp.float16), mesh=js.mesh(), units=nn.Dense, mixed_precision=HALF
+    )
 
     def create():
         params = model.init(jax.random.key(0), GOOD)["params"]
@@ -174,22 +163,16 @@ def test_flaxs_own_scale_in_a_linen_train_state():
 # In the trainer.
 
 
-class Bigram(nnx.Module):
+def bigram(width: int, rngs: nnx.Rngs) -> Bigram:
     """Without attention: that of jax has no float16 on a CPU."""
-
-    def __init__(self, width: int, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(256, width, dtype=jnp.float16, rngs=rngs)
-        self.head = nnx.Linear(width, 256, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.head(self.embed(tokens))
+    return Bigram(256, width, rngs, dtype=jnp.float16)
 
 
 def model_file(dtype: str = "float16") -> ModelFile:
     def annotate(model, mesh):
         js.fully_shard(model, mesh=mesh, mixed_precision=js.MixedPrecision(param_dtype=dtype, reduce_dtype="float32"))
 
-    return ModelFile(path=Path(__file__), recipes={}, build=lambda *args: Bigram(*args), annotate=annotate)
+    return ModelFile(path=Path(__file__), recipes={}, build=bigram, annotate=annotate)
 
 
 def recipe(**settings: Any) -> Recipe:

@@ -10,6 +10,7 @@ from flax import nnx
 import jshard as js
 from jshard.errors import AnnotationError
 from jshard.train import EvalStep, TrainStep
+from tests.helpers import losses_of_steps, mean_square
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 ROW = np.linspace(0.5, 1.5, 32)[None]  # float64
@@ -29,7 +30,7 @@ BUFFERS = {"number": 1.5, "integer": 3, "bool": True, "numpy": ROW.astype(np.flo
 
 
 def model_of(kind, value):
-    class Model(nnx.Module):
+    class HoldsAnOddVariable(nnx.Module):
         def __init__(self):
             self.linear = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
             self.odd = kind(value)
@@ -39,26 +40,14 @@ def model_of(kind, value):
                 x = x * jnp.abs(leaf)
             return self.linear(x)
 
-    return Model
-
-
-def loss_fn(model, x):
-    return jnp.square(model(x)).mean()
-
-
-def losses(model, optimizer, grad_fn):
-    @nnx.jit
-    def step(model, optimizer, x):
-        loss, grads = grad_fn(model, x)
-        optimizer.update(model, grads)
-        return loss
-
-    return [float(step(model, optimizer, X)) for _ in range(3)]
+    return HoldsAnOddVariable
 
 
 def in_plain_flax(build):
     model = build()
-    return losses(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), nnx.value_and_grad(loss_fn))
+    return losses_of_steps(
+        model, X, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), nnx.value_and_grad(mean_square)
+    )
 
 
 def annotate(model):
@@ -70,12 +59,12 @@ def trained(build, form):
     optimizer = js.shard_optimizer(model, optax.sgd(0.1))
     if form == "TrainStep":
         x = js.shard_batch(X, js.mesh())
-        step = TrainStep(loss_fn, model, optimizer, x)
+        step = TrainStep(mean_square, model, optimizer, x)
         found = [float(step(x)["loss"]) for _ in range(3)]
-        EvalStep(loss_fn, step, x)(step.model_leaves, x)
+        EvalStep(mean_square, step, x)(step.model_leaves, x)
         return found
     settings = {"each": {"accumulate": 2}, "last": {"accumulate": 2, "sync": "last"}}.get(form, {})
-    return losses(model, optimizer, js.value_and_grad(loss_fn, **settings))
+    return losses_of_steps(model, X, optimizer, js.value_and_grad(mean_square, **settings))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -92,7 +81,7 @@ def test_a_buffer_that_plain_flax_takes_is_taken(name):
     build = model_of(nnx.Variable, BUFFERS[name])
     expected = in_plain_flax(build)
     np.testing.assert_allclose(trained(build, "TrainStep"), expected, rtol=1e-5)
-    np.testing.assert_allclose(loss_fn(annotate(build()), X), expected[0], rtol=1e-5)
+    np.testing.assert_allclose(mean_square(annotate(build()), X), expected[0], rtol=1e-5)
 
 
 def test_numpy_memory_of_a_parameter_stays_its_owners():
@@ -105,5 +94,7 @@ def test_numpy_memory_of_a_parameter_stays_its_owners():
 @pytest.mark.parametrize("place", [annotate, lambda model: js.shard_init(lambda: model, annotate)])
 @pytest.mark.parametrize("value", ["abc", np.array([None]), np.array(["a"])], ids=["text", "objects", "texts"])
 def test_a_variable_that_is_no_array_is_refused(value, place):
-    with pytest.raises(AnnotationError, match=r"holds an object that is not an array(.|\n)*Model: odd  (str|ndarray)"):
+    with pytest.raises(
+        AnnotationError, match=r"holds an object that is not an array(.|\n)*HoldsAnOddVariable: odd  (str|ndarray)"
+    ):
         place(model_of(nnx.Variable, value)())

@@ -24,6 +24,7 @@ from jshard.recipes.building import create_from, restore
 from jshard.train import RunOptions, load_model_file, register_tracker, run_recipe, trackers, training_run
 from jshard.train.records import read_metrics
 from tests.micro_gpt import MODELS, micro
+from tests.parity import numbers_of
 
 GPT = load_model_file(MODELS / "gpt.py")
 MODEL_FILE = load_model_file(Path(__file__).parents[1] / "micro_gpt.py")
@@ -96,11 +97,7 @@ class SpySource:
 
 def state_of(finished, mesh):
     model, optimizer, step = restore(MODEL_FILE, RECIPE, mesh, Checkpointer(finished.out / "checkpoints"))
-    return step, [np.asarray(raw(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
-
-
-def raw(x):
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return step, [np.asarray(numbers_of(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
 
 
 def record(finished):

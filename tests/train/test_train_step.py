@@ -20,6 +20,8 @@ from jshard.recipes.building import create
 from jshard.train import EvalStep, Meter, Progress, Trackers, TrainStep, evaluate, fit, load_model_file
 from jshard.train.records import Jsonl
 from tests.micro_gpt import micro
+from tests.parity import numbers_of
+from tests.toy_models import Normed
 
 GPT = load_model_file(Path(__file__).parents[1] / "micro_gpt.py")
 FLAX = str(Path(flax.__file__).parent)
@@ -83,11 +85,6 @@ def arrays(objects):
     return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
 
 
-def numbers(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
 class FlaxCalls:
     """Counts calls of Python functions of Flax in this thread."""
 
@@ -115,7 +112,7 @@ def test_same_numbers_as_the_plain_step(pair, mesh):
     ours, theirs = arrays((step.model, step.optimizer)), arrays(plain_objects)
     assert ours.keys() == theirs.keys()
     for path, leaf in theirs.items():
-        np.testing.assert_allclose(numbers(ours[path]), numbers(leaf), rtol=1e-5, atol=1e-7, err_msg=path)
+        np.testing.assert_allclose(numbers_of(ours[path]), numbers_of(leaf), rtol=1e-5, atol=1e-7, err_msg=path)
     counts = [int(leaf) for path, leaf in ours.items() if "count" in path and leaf.ndim == 0]
     assert len(counts) > 3 and min(counts) >= 3  # of dropout and of the optimizer
 
@@ -152,22 +149,13 @@ def test_evaluation_has_no_dropout_and_leaves_the_model_alone(pair, eval_step):
     assert losses[0] == losses[1]
     model = step.model
     assert not model.dropout.deterministic
-    before = {path: numbers(leaf) for path, leaf in arrays(model).items()}
+    before = {path: np.asarray(numbers_of(leaf)) for path, leaf in arrays(model).items()}
     still = nnx.with_attributes(model, deterministic=True)
     loss_fn = nnx.jit(GPT.loss_fn)
     expected = np.mean([loss_fn(still, js.shard_batch(batch, step.mesh)) for batch in host_batches(2)])
     np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
     for path, leaf in arrays(step.model).items():
-        np.testing.assert_array_equal(numbers(leaf), before[path], err_msg=path)
-
-
-class Normed(nnx.Module):
-    def __init__(self, rngs, use_running_average):
-        self.linear = nnx.Linear(4, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, use_running_average=use_running_average, momentum=0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.norm(self.linear(x))
+        np.testing.assert_array_equal(numbers_of(leaf), before[path], err_msg=path)
 
 
 def square(model, batch):
@@ -176,8 +164,9 @@ def square(model, batch):
 
 def normed(mesh, *, use_running_average=False, optimizer=js.shard_optimizer):
     """A model with statistics, its optimizer and a batch."""
+    statistics = {"use_running_average": use_running_average, "momentum": 0.5}
     model = js.shard_init(
-        lambda: Normed(nnx.Rngs(0), use_running_average), lambda model: js.fully_shard(model, mesh=mesh), mesh=mesh
+        lambda: Normed(4, 8, nnx.Rngs(0), **statistics), lambda model: js.fully_shard(model, mesh=mesh), mesh=mesh
     )
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     return model, optimizer(model, optax.adam(1e-2)), js.shard_batch({"x": x}, mesh)

@@ -66,6 +66,7 @@ def _global_position(position: DataPosition, state: IteratorState) -> dict[str, 
     # Many lanes make a long string, and one per process would not fit: they compare its start and its digest.
     start_and_digest = f"{text[:_SHOWN]} {hashlib.sha256(text.encode()).hexdigest()}"
     texts, pipelines = _gathered(start_and_digest, _pipeline_of(position))
+    # A position of one process, restored on all, would repeat samples of the others and skip some.
     if len(set(texts)) > 1:
         raise RunError(
             "The processes are not at the same place in the data.",
@@ -139,6 +140,7 @@ def _parsed(text: str) -> Mapping[str, IteratorState] | None:
     """Returns the fields of a stored position; None if the text is another string."""
     try:
         stored = from_text(text)
+    # Any string may be stored there, also one of thousands of brackets.
     except (ValueError, AttributeError, TypeError, RecursionError):
         return None
     if not isinstance(stored, dict) or not {"format", "kind"} <= stored.keys():

@@ -56,6 +56,7 @@ def describe(pipeline: PipelineNode) -> Description | None:
 
 def differences(saved: Description | None, here: Description | None) -> list[str]:
     """Returns what differs between two descriptions, a line each; none if one of them is not known."""
+    # Not known is not different: a position of an earlier version, or of data of another library, has no description.
     if saved is None or here is None:
         return []
     has_same_names = saved["grain"] == here["grain"]  # another version may name its steps otherwise

@@ -26,6 +26,7 @@ _TAGS = (_TUPLE, _BYTES, _ARRAY, _SCALAR, _ITEMS)
 
 def to_text(state: object) -> str:
     """Returns a state of dicts, lists, tuples, numbers, strings, bytes and numpy arrays as one line of JSON."""
+    # Without pickle: a position is read from the manifest, which anyone may have written.
     return json.dumps(_encoded(state, "state"), separators=(",", ":"))
 
 

@@ -28,7 +28,8 @@ _SETTINGS: Mapping[str, Sequence[str]] = {
     "FirstFitPack": _PACKING,
     "BestFitPack": _PACKING,
 }
-_NUM_PROBES = 64  # the first numbers that a rule of selection is asked for
+# The numbers that a rule of selection is asked for. Rules may begin alike and differ later: so also far ones.
+_PROBES = (*range(64), *(1 << power for power in range(7, 40)))
 _UNKNOWN = object()  # not None, which is a value of settings
 
 
@@ -41,11 +42,10 @@ def settings_of(node: PipelineNode, name: str) -> dict[str, Json]:
     """Returns the settings of a step that the order depends on; objects are left out, and functions are their names."""
     attributes = vars(node)
     if is_of_grain(node):
-        named = {key.lstrip("_"): attributes[key] for key in _SETTINGS.get(name, ()) if key in attributes}
+        named = _known_settings(attributes, name)
         named |= _settings_in_objects(attributes)
     else:
-        # Of a step of the user's class, which settings matter is unknown: all numbers count.
-        named = {key.lstrip("_"): value for key, value in attributes.items() if _is_number(value)}
+        named = _all_numbers(attributes)
         named.pop("default_seed", None)  # computed when it is first asked for
     if "global_seed" in named:
         named["seed"] = named.pop("global_seed")
@@ -56,6 +56,24 @@ def settings_of(node: PipelineNode, name: str) -> dict[str, Json]:
         if plain is not _UNKNOWN:
             settings[key] = plain
     return settings
+
+
+def _known_settings(attributes: Mapping[str, Any], name: str) -> dict[str, object]:
+    """Returns the settings of a step of Grain that its attributes have, by their names without underscores."""
+    settings: dict[str, object] = {}
+    for attribute in _SETTINGS.get(name, ()):
+        if attribute in attributes:
+            settings[attribute.lstrip("_")] = attributes[attribute]
+    return settings
+
+
+def _all_numbers(attributes: Mapping[str, Any]) -> dict[str, object]:
+    """Returns all numbers of a step of the user's class, of which it is unknown what the order depends on."""
+    numbers: dict[str, object] = {}
+    for attribute, value in attributes.items():
+        if _is_number(value):
+            numbers[attribute.lstrip("_")] = value
+    return numbers
 
 
 def _settings_in_objects(attributes: Mapping[str, Any]) -> dict[str, object]:
@@ -83,6 +101,7 @@ def _settings_in_objects(attributes: Mapping[str, Any]) -> dict[str, object]:
 def _reduced(proportions: Sequence[float]) -> Sequence[float]:
     """Returns proportions without a common divisor: 100 and 100 mix as 1 and 1."""
     integers = [int(proportion) for proportion in proportions]
+    # Fractions are compared as they are: they have no divisor.
     if integers != list(proportions):
         return list(proportions)
     divisor = math.gcd(*integers) or 1
@@ -93,12 +112,9 @@ def _selection_of(selection: PipelineNode) -> dict[str, object]:
     """Returns which source gives which sample: the proportions or, as a rule may be of any class, what it answers."""
     if hasattr(selection, "_proportions"):
         return {"proportions": _reduced(selection._proportions)}
-    first_numbers = range(_NUM_PROBES)
-    # A rule may begin alike and differ later.
-    far_numbers = (2**power for power in range(7, 40))
     picks = []
     try:
-        for number in (*first_numbers, *far_numbers):
+        for number in _PROBES:
             if number < len(selection):
                 picks.append([int(part) for part in selection[number]])
     except Exception:  # a rule of the user's; the run reports what it raises

@@ -23,15 +23,18 @@ from jshard.checkpoint.formats import torch_pickle
 from jshard.checkpoint.formats.source import (
     Box,
     FileRegion,
+    are_sizes,
     bounds,
     damaged,
     existing,
+    leaves_of,
     read_region,
     stored_array,
 )
 from jshard.checkpoint.formats.torch_archive import Archive
 from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, Record, Unpickled, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
+from jshard.checkpoint.packed.layout import has_overlap, shape_of, slices_of
 
 METADATA = ".metadata"
 
@@ -56,6 +59,7 @@ _BYTES_CLASS = _ALLOWED[METADATA_MODULE, "BytesStorageMetadata"]
 
 def is_dcp_folder(path: Path) -> bool:
     """Returns whether a path is the folder of such a checkpoint."""
+    # PyTorch writes it last, and renames it: a folder without it is an unfinished save.
     return (path / METADATA).is_file()
 
 
@@ -69,17 +73,19 @@ class DcpSource:
         metadata = _Metadata.read(self.path)
         places = metadata.places
         self._tensors: dict[str, _Tensor] = {}
+        values: list[str] = []
         items: set[_Item] = set()
         for name, record in metadata.records.items():
             if isinstance(record, _TENSOR_CLASS):
                 tensor = _tensor(self.path, name, record, places)
                 self._tensors[name] = tensor
-                items.update(_Item(name, start) for start in tensor.starts)
-        self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
-
-        values = [name for name, record in metadata.records.items() if isinstance(record, _BYTES_CLASS)]
-        items.update(_Item(name, None) for name in values)
+                items.update(tensor.items)
+            elif isinstance(record, _BYTES_CLASS):
+                values.append(name)
+                items.add(_Item(name, None))
+        # Before anything is offered: what only one of the two tables names would be dropped without an error.
         _check_items(self.path / METADATA, metadata, items)
+        self.leaves: Mapping[str, StoredLeaf] = leaves_of(self._tensors)
         self.values = {name: places[_Item(name, None)] for name in values}
 
     def read(self, name: str, box: Box) -> np.ndarray:
@@ -111,19 +117,26 @@ class _Tensor:
         self.leaf = leaf
         self._path = path
         self._name = name
-        self.starts = [chunk.start for chunk in chunks]
-        self._places = [places[_Item(name, start)] for start in self.starts]
-        by_chunk_and_dim = (len(chunks), len(leaf.shape))
-        sizes = np.array([chunk.size for chunk in chunks], np.int64).reshape(by_chunk_and_dim)
-        self._start_rows = np.array(self.starts, np.int64).reshape(by_chunk_and_dim)
-        self._stop_rows = self._start_rows + sizes
+        self.items: list[_Item] = []
+        self._places: list[Archive] = []
+        starts: list[tuple[int, ...]] = []
+        sizes: list[tuple[int, ...]] = []
+        for chunk in chunks:
+            item = _Item(name, chunk.start)
+            self.items.append(item)
+            self._places.append(places[item])
+            starts.append(chunk.start)
+            sizes.append(chunk.size)
+        # By chunk and dim, also for a tensor without chunks or without dims, for which numpy could not infer the shape.
+        rows = (len(chunks), len(leaf.shape))
+        self._start_rows = np.array(starts, np.int64).reshape(rows)
+        self._stop_rows = self._start_rows + np.array(sizes, np.int64).reshape(rows)
         self._regions: dict[int, FileRegion] = {}
 
     def read(self, box: Box) -> np.ndarray:
         limits = bounds(box, self.leaf.shape)
-        low = np.array([start for start, _ in limits], np.int64)
-        high = np.array([stop for _, stop in limits], np.int64)
-        shape = np.maximum(high - low, 0).tolist()
+        low, high = np.array(limits, np.int64).reshape(-1, 2).T
+        shape = shape_of(limits)
         size = math.prod(shape)
 
         # What each chunk has in common with the box.
@@ -149,6 +162,7 @@ class _Tensor:
 
     def _region(self, chunk: int) -> FileRegion:
         # Without a lock: several threads may read the same archive, with the same result.
+        # An archive has a pickle of its own, which is read when its chunk is needed: a process needs few of thousands.
         if chunk in self._regions:
             return self._regions[chunk]
         place = self._places[chunk]
@@ -164,27 +178,21 @@ class _Tensor:
     def _check_cover(self, starts: np.ndarray, stops: np.ndarray, size: int) -> None:
         """Checks that every number of a box is in exactly one chunk."""
         num_covered = int((stops - starts).prod(axis=1).sum())
-        has_overlap = _has_overlap(starts, stops)
-        if num_covered == size and not has_overlap:
+        is_overlapping = has_overlap(starts, stops)
+        if num_covered == size and not is_overlapping:
             return
         why = f"{self._name}: of the {size} requested numbers, the chunks hold {num_covered}"
-        if has_overlap:
+        if is_overlapping:
             why += ", some twice."
         raise damaged(self._path / METADATA, why)
 
 
 def _slices(start: np.ndarray, stop: np.ndarray, origin: np.ndarray) -> Box:
     """Returns a box of a tensor as slices of an array that starts at `origin` in it."""
-    return tuple(slice(first, last) for first, last in zip(start - origin, stop - origin, strict=True))
-
-
-def _has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
-    """Returns whether any two boxes have a number in common."""
-    for i in range(len(starts) - 1):
-        is_common = (starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])
-        if is_common.all(axis=1).any():
-            return True
-    return False
+    # As Python's integers: numpy's own are slow to compute with one by one.
+    first = (start - origin).tolist()
+    last = (stop - origin).tolist()
+    return slices_of(zip(first, last, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +244,7 @@ def _places(path: Path, stored: Mapping[object, object]) -> _Places:
                 raise damaged(file, f"a file that it names is missing: {data_file.name}")
             sizes[location.relative] = data_file.stat().st_size
         size = sizes[location.relative]
+        # Before anything is mapped: beyond the end of a file, a mapping ends the program with SIGBUS.
         if location.offset + location.length > size:
             has_bytes = f"{location.item.name} has {location.length} bytes from {location.offset}"
             raise damaged(data_file, f"it ends at byte {size}; {has_bytes}.")
@@ -256,6 +265,7 @@ def _location(file: Path, index: Record, info: Record) -> _Location:
     """Returns the location of an item, whose file need not exist."""
     name = index.get("fqn")
     transforms = info.get("transform_descriptors")
+    # Such as compression: the bytes in the file are then not those of a plain archive.
     if transforms:
         raise CheckpointError(
             "The checkpoint was written with extensions that cannot be read.",
@@ -274,14 +284,21 @@ def _location(file: Path, index: Record, info: Record) -> _Location:
 
 def _check_items(file: Path, metadata: _Metadata, items: Collection[_Item]) -> None:
     """Raises `RunError` unless every item has a location and every location an item: otherwise data would be lost."""
+    # A record of a later version is refused by name: left out, its values would be missing in the restored state.
     known = (_TENSOR_CLASS, _BYTES_CLASS)
-    unknown = [name for name, record in metadata.records.items() if not isinstance(record, known)]
+    unknown = []
+    for name, record in metadata.records.items():
+        if not isinstance(record, known):
+            unknown.append(name)
     if unknown:
         raise damaged(file, f"it does not say what {_first(unknown)} is.")
     nowhere = [item.name for item in items if item not in metadata.places]
     if nowhere:
         raise damaged(file, f"it has no location for {_first(nowhere)}.")
-    surplus = [f"{item.name} in {place.path.name}" for item, place in metadata.places.items() if item not in items]
+    surplus = []
+    for item, place in metadata.places.items():
+        if item not in items:
+            surplus.append(f"{item.name} in {place.path.name}")
     if surplus:
         raise damaged(file, f"it has a location, and no description, for {_first(surplus)}.")
 
@@ -299,8 +316,8 @@ def _names_file(relative: object) -> TypeGuard[str]:
 
 
 def _are_sizes(numbers: object) -> TypeGuard[tuple[int, ...]]:
-    # Below 2**62: the sum of two is in 64 bits.
-    return isinstance(numbers, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+    # A tuple, as PyTorch writes them: the start of a chunk is a part of a key.
+    return isinstance(numbers, tuple) and are_sizes(numbers)
 
 
 def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
@@ -312,14 +329,19 @@ def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
     if dtype is None or not _contains(shape, chunks):
         corners = [tuple(chunk) for chunk in chunks]
         raise damaged(file, f"it describes {name} as shape {short(shape)} in chunks {short(corners)}.")
-    starts = [chunk.start for chunk in chunks]
-    nowhere = [start for start in starts if _Item(name, start) not in places]
+    starts: set[tuple[int, ...]] = set()
+    nowhere = []
+    num_stored = 0
+    for chunk in chunks:
+        starts.add(chunk.start)
+        num_stored += math.prod(chunk.size)
+        if _Item(name, chunk.start) not in places:
+            nowhere.append(chunk.start)
     if nowhere:
         raise damaged(file, f"it has no location for the chunks {nowhere[:3]} of {name}.")
     # Equal numbers do not exclude a gap beside an overlap: `read` checks each box, before it reads.
-    num_stored = sum(math.prod(chunk.size) for chunk in chunks)
-    if len(set(starts)) < len(starts) or num_stored != math.prod(shape):
-        do_not = counted(len(starts), "chunk does", "chunks do")
+    if len(starts) < len(chunks) or num_stored != math.prod(shape):
+        do_not = counted(len(chunks), "chunk does", "chunks do")
         raise damaged(file, f"{do_not} not make up {name} of shape {shape}.")
     return _Tensor(path, name, stored_array(shape, dtype), chunks, places)
 
@@ -354,5 +376,8 @@ def _is_in(shape: tuple[int, ...], chunk: _Chunk) -> bool:
         return False
     if not len(chunk.start) == len(chunk.size) == len(shape):
         return False
-    dims = zip(chunk.start, chunk.size, shape, strict=True)
-    return all(start + size <= dim_size for start, size, dim_size in dims)
+    for start, size, dim_size in zip(chunk.start, chunk.size, shape, strict=True):
+        stop = start + size
+        if stop > dim_size:
+            return False
+    return True

@@ -54,6 +54,7 @@ def write_dcp(
         with open_new(data) as stream:
             items = _write_items(stream, source, values, on_written)
         with open_new(metadata) as stream:
+            # The protocol in which PyTorch writes it.
             stream.write(pickled(_description(folder, source.leaves, items), protocol=4))
     return [folder / _FILE, folder / METADATA]
 
@@ -76,6 +77,7 @@ def _write_items(
     stream: BinaryIO, source: ArraySource, values: Mapping[str, object], on_written: Callable[[int], object]
 ) -> list[_StoredItem]:
     items = []
+    # An item is an archive of its own, as PyTorch writes it: a reader seeks to its offset, and sees nothing else.
     for name, value in values.items():
         offset = stream.tell()
         length = write_archive(stream, value, ())
@@ -103,10 +105,11 @@ def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
         if step > 1:
             room = row_size  # several rows fit, and so the dims after this one are not cut
     # An array without elements has one chunk, without elements.
-    starts = [range(0, max(size, 1), step) for size, step in zip(shape, steps, strict=True)]
-    for corner in itertools.product(*starts):
-        dims = zip(corner, steps, shape, strict=True)
-        yield tuple(slice(start, min(start + step, size)) for start, step, size in dims)
+    parts_by_dim: list[list[slice]] = []
+    for size, step in zip(shape, steps, strict=True):
+        starts = range(0, max(size, 1), step)
+        parts_by_dim.append([slice(start, min(start + step, size)) for start in starts])
+    yield from itertools.product(*parts_by_dim)
 
 
 def _description(folder: Path, leaves: Mapping[str, StoredLeaf], items: list[_StoredItem]) -> PickledObject:

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import collections
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import ArraySource, Box, Limits, bounds, stored_array
 from jshard.checkpoint.formats.stored import Names, Stored, check_order
 from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.packed.layout import shape_of, slices_of
 
 _Item = TypeVar("_Item")
 
@@ -60,14 +60,20 @@ class NamedSource:
         prefix = _dropped_prefix(table, source)
         used: set[str] = set()
         for path, stored in table.items():
-            stored_names = {name: _stored_name(name, source, prefix) for name in stored.names}
-            present = [name for name in stored_names.values() if name is not None]
+            present: list[str] = []
+            absent: list[str] = []
+            for name in dict.fromkeys(stored.names):  # each once
+                stored_name = _stored_name(name, source, prefix)
+                if stored_name is None:
+                    absent.append(name)
+                else:
+                    present.append(stored_name)
             # Arrays of an incomplete leaf count as used: the error is about the absent ones alone.
             used.update(present)
-            if len(present) == len(stored_names):
-                self._assemblies[path] = _assembly(path, stored, present, source)
+            if absent:
+                self.absent[path] = absent
             else:
-                self.absent[path] = [name for name, stored_name in stored_names.items() if stored_name is None]
+                self._assemblies[path] = _assembly(path, stored, present, source)
         self.leaves: dict[str, StoredLeaf] = {path: assembly.leaf for path, assembly in self._assemblies.items()}
         self.unused = _unused(source, used)
 
@@ -87,13 +93,15 @@ class NamedSource:
         """Reads a box of a leaf that several arrays make up along a dim."""
         dim = assembly.stored.dim % len(limits)
         box_start, box_stop = limits[dim]
+        before = limits[:dim]
+        after = limits[dim + 1 :]
         pieces = []
         for array in assembly.arrays:
             start = max(box_start, array.start)
             stop = max(min(box_stop, array.stop), start)  # an array outside of the box gives an empty piece
             in_array = (start - array.start, stop - array.start)
-            piece_limits = (*limits[:dim], in_array, *limits[dim + 1 :])
-            pieces.append(self._read_array(array.name, piece_limits, assembly.stored))
+            piece = self._read_array(array.name, (*before, in_array, *after), assembly.stored)
+            pieces.append(piece)
         return np.concatenate(pieces, axis=dim)
 
     def _read_stacked(self, assembly: _Assembly, limits: Limits) -> np.ndarray:
@@ -102,30 +110,32 @@ class NamedSource:
         assert stored.stack is not None
         stack_dim = stored.stack % len(limits)
         first, last = limits[stack_dim]
-        shape = [max(stop - start, 0) for start, stop in limits]
-        result = np.empty(shape, np.dtype(assembly.leaf.dtype))
+        result = np.empty(shape_of(limits), np.dtype(assembly.leaf.dtype))
         # A view: what is assigned to an entry is in the result.
         entries = np.moveaxis(result, stack_dim, 0)
+        limits_in_each = stored.in_each(limits)
         # Of thousands of experts, a process opens only its own.
         for entry, array in enumerate(assembly.arrays[first:last]):
-            entries[entry] = self._read_array(array.name, stored.in_each(limits), stored)
+            entries[entry] = self._read_array(array.name, limits_in_each, stored)
         return result
 
     def _read_array(self, name: str, limits: Limits, stored: Stored) -> np.ndarray:
         """Reads a box of one stored array, given and returned in the order of the leaf's dims."""
         order = stored.order(len(limits))
-        box = _box(_in_stored_order(limits, order))
-        return _permuted(self._source.read(name, box), order)
+        stored_limits = _in_stored_order(limits, order)
+        values = self._source.read(name, slices_of(stored_limits))
+        return _permuted(values, order)
 
     def _read_parts(self, assembly: _Assembly, limits: Limits) -> np.ndarray:
         """Reads a box of a leaf whose last two dims are one dim in the stored array."""
         *lead, (first, last), (start, stop) = limits
         width = assembly.leaf.shape[-1]  # of a part
-        box = (*_box(lead), slice(first * width, last * width))
+        box = (*slices_of(lead), slice(first * width, last * width))
         values = self._source.read(assembly.arrays[0].name, box)
         # Whole parts, as a box in two dims is no box in the one: what is not needed of them is dropped here.
         by_part = values.reshape(*values.shape[:-1], last - first, width)
-        return np.ascontiguousarray(by_part[..., start:stop])
+        needed = by_part[..., start:stop]
+        return np.ascontiguousarray(needed)
 
 
 @dataclass(frozen=True)
@@ -156,10 +166,11 @@ class ForeignSource:
             stored = _stored(names[path])
             # By the leaf, as the stored arrays do not exist yet.
             check_order(path, stored, {path: stored.in_each(leaf.shape)})
+            dtype = np.dtype(leaf.dtype)
             for array in _cuts(path, stored, leaf):
                 shape = _cut_shape(leaf.shape, stored, array)
-                shape = _in_stored_order(shape, stored.order(len(shape)))
-                self.leaves[array.name] = stored_array(shape, np.dtype(leaf.dtype))
+                order = stored.order(len(shape))
+                self.leaves[array.name] = stored_array(_in_stored_order(shape, order), dtype)
                 self._origins[array.name] = _Origin(path, stored, array.start)
 
     def read(self, name: str, box: Box) -> np.ndarray:
@@ -172,27 +183,35 @@ class ForeignSource:
         order = stored.order(len(stored_limits))
         # In the order of the leaf's dims.
         limits = [stored_limits[dim] for dim in order]
-        if stored.stack is not None:
-            # A box of the leaf has the dim of the stack, with this array's entry alone.
-            entry = (origin.start, origin.start + 1)
-            values = self._source.read(origin.path, _box(stored.in_all(limits, entry)))
-            values = values.squeeze(stored.stack)
-        else:
-            if len(stored.names) > 1:
-                start, stop = limits[stored.dim]
-                limits[stored.dim] = start + origin.start, stop + origin.start
-            values = self._source.read(origin.path, _box(limits))
+        values = self._read_from_leaf(origin, limits)
         # `order` leads from the stored array to the leaf, and this the other way.
         inverse = _in_stored_order(range(len(order)), order)
         return _permuted(values, inverse)
 
+    def _read_from_leaf(self, origin: _Origin, limits: Limits) -> np.ndarray:
+        """Reads a box of an array, given and returned in the order of the leaf's dims."""
+        stored = origin.stored
+        if stored.stack is not None:
+            # A box of the leaf has the dim of the stack, with this array's entry alone.
+            entry = (origin.start, origin.start + 1)
+            box = slices_of(stored.in_all(limits, entry))
+            values = self._source.read(origin.path, box)
+            return values.squeeze(stored.stack)
+        in_leaf = list(limits)
+        if len(stored.names) > 1:
+            start, stop = limits[stored.dim]
+            in_leaf[stored.dim] = (start + origin.start, stop + origin.start)
+        return self._source.read(origin.path, slices_of(in_leaf))
+
     def _read_parts(self, path: str, stored_limits: Limits) -> np.ndarray:
         """Reads a box of an array whose last dim is two dims in the leaf."""
         *lead, last = stored_limits
-        values = self._source.read(path, (*_box(lead), slice(None), slice(None)))
         # The whole of both dims, as a range of the one dim is no box in two.
-        flat = values.reshape(*values.shape[:-2], math.prod(values.shape[-2:]))
-        return np.ascontiguousarray(flat[..., slice(*last)])
+        values = self._source.read(path, (*slices_of(lead), slice(None), slice(None)))
+        num_parts, width = values.shape[-2:]
+        flat = values.reshape(*values.shape[:-2], num_parts * width)
+        needed = flat[..., slice(*last)]
+        return np.ascontiguousarray(needed)
 
 
 def _stored(value: str | Stored) -> Stored:
@@ -210,9 +229,11 @@ def _dropped_prefix(table: Mapping[str, Stored], source: ArraySource) -> str | N
     if not prefixes:
         return None
     (prefix, count), *_ = prefixes.most_common(1)
-    is_stored = any(name.partition(".")[0] == prefix for name in source.leaves)
     is_of_most = count * 2 > prefixes.total()  # not of all: `lm_head.weight` is beside `model.layers...`
-    return prefix if is_of_most and not is_stored else None
+    if not is_of_most:
+        return None
+    is_stored = any(name.partition(".")[0] == prefix for name in source.leaves)
+    return None if is_stored else prefix
 
 
 def _stored_name(name: str, source: ArraySource, dropped_prefix: str | None) -> str | None:
@@ -249,7 +270,8 @@ def _assembly(path: str, stored: Stored, names: Sequence[str], source: ArraySour
     arrays = []
     for name in names:
         leaf = source.leaves[name]
-        arrays.append(_OrderedArray.of(name, leaf, stored.order(len(leaf.shape))))
+        order = stored.order(len(leaf.shape))
+        arrays.append(_OrderedArray.of(name, leaf, order))
     if stored.stack is not None:
         ranges = _stacked(path, stored, arrays)
         shape = stored.in_all(arrays[0].shape, len(arrays))
@@ -267,28 +289,29 @@ def _stacked(path: str, stored: Stored, arrays: Sequence[_OrderedArray]) -> tupl
     assert stored.stack is not None
     ndim = len(arrays[0].shape)
     is_dim = -ndim - 1 <= stored.stack <= ndim
-    are_alike = len({(array.shape, array.dtype) for array in arrays}) == 1
-    if not is_dim or not are_alike:
+    kinds = {(array.shape, array.dtype) for array in arrays}
+    if not is_dim or len(kinds) != 1:
         why = f"they are stacked along a new dim {stored.stack}; all dims, and dtypes, must be equal."
         raise _misfit(path, arrays, why)
-    return tuple(_ArrayRange(array.name, entry, entry + 1) for entry, array in enumerate(arrays))
+    return _consecutive([(array.name, 1) for array in arrays])
 
 
 def _joined(path: str, stored: Stored, arrays: Sequence[_OrderedArray]) -> tuple[_ArrayRange, ...]:
     """Returns the ranges of arrays that follow each other along a dim of the leaf."""
     # Only the joined dim may differ: its size is set to 0 in all, and the rest compared.
     rests = {(_resized(array.shape, stored, 0), array.dtype) for array in arrays}
+    # Arrays of no dims have none to be joined along.
     if len(rests) != 1 or arrays[0].shape == ():
         why = f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal."
         raise _misfit(path, arrays, why)
-    return _consecutive([array.name for array in arrays], [array.shape[stored.dim] for array in arrays])
+    return _consecutive([(array.name, array.shape[stored.dim]) for array in arrays])
 
 
-def _consecutive(names: Sequence[str], sizes: Sequence[int]) -> tuple[_ArrayRange, ...]:
+def _consecutive(sizes_by_name: Iterable[tuple[str, int]]) -> tuple[_ArrayRange, ...]:
     """Returns the ranges of arrays of these sizes, one after the other."""
     ranges = []
     start = 0
-    for name, size in zip(names, sizes, strict=True):
+    for name, size in sizes_by_name:
         ranges.append(_ArrayRange(name, start, start + size))
         start += size
     return tuple(ranges)
@@ -307,6 +330,7 @@ def _shape_with_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tupl
     """Returns the jshard shape for a stored shape, whose last dim may contain several parts."""
     if stored.parts == 1:
         return shape
+    # A remainder would shift the begin of every part after the first.
     if not shape or shape[-1] % stored.parts:
         raise CheckpointError(
             f"The stored array of {path} does not have {stored.parts} parts.",
@@ -337,7 +361,7 @@ def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> tuple[_ArrayRange, ...
             why=f"their sizes {sizes} do not add up to the {size} of {leaf.shape}, dim {dim}.",
             do="correct the table of names.",
         )
-    return _consecutive(stored.names, sizes)
+    return _consecutive(zip(stored.names, sizes, strict=True))
 
 
 def _cut_shape(shape: tuple[int, ...], stored: Stored, array: _ArrayRange) -> tuple[int, ...]:
@@ -357,10 +381,6 @@ def _resized(shape: tuple[int, ...], stored: Stored, size: int) -> tuple[int, ..
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _box(limits: Limits) -> Box:
-    return tuple(slice(start, stop) for start, stop in limits)
-
-
 def _in_stored_order(items: Sequence[_Item], order: tuple[int, ...]) -> tuple[_Item, ...]:
     """Returns items of the dims of a jshard leaf, such as sizes, as those of the dims of the stored array."""
     by_stored_dim = dict(zip(order, items, strict=True))
@@ -375,7 +395,11 @@ def _permuted(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
 
 def _unused(source: ArraySource, used: set[str]) -> list[str]:
     """Returns the arrays that no leaf is made of, without those that follow from the model's sizes."""
-    return [name for name, leaf in source.leaves.items() if name not in used and not _is_derived_buffer(name, leaf)]
+    unused = []
+    for name, leaf in source.leaves.items():
+        if name not in used and not _is_derived_buffer(name, leaf):
+            unused.append(name)
+    return unused
 
 
 def _is_derived_buffer(name: str, leaf: StoredLeaf) -> bool:

@@ -23,6 +23,7 @@ from jshard.checkpoint.formats.torch_file import TorchSource, is_torch_file
 from jshard.checkpoint.formats.zero import ZeroSource, is_zero_folder
 from jshard.checkpoint.lookup import is_checkpoint
 from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.packed.layout import shape_of, slices_of
 from jshard.errors import FourPartError
 
 
@@ -93,9 +94,10 @@ def register_format(
         >>> js.checkpoint.restore("kernel.npy", like={"kernel": jnp.zeros((2, 3))})["kernel"].tolist()
         [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    is_built_in = any(built_in.name == name for built_in in BUILT_IN)
+    built_in_names = [built_in.name for built_in in BUILT_IN]
+    is_built_in = name in built_in_names
     if is_built_in or (name in REGISTERED and not replace):
-        names = [*(built_in.name for built_in in BUILT_IN), *REGISTERED]
+        names = [*built_in_names, *REGISTERED]
         do = f'register_format(name="my {name}", ...)'
         if not is_built_in:
             do += "\nor, if this is the same format again: register_format(..., replace=True)"
@@ -105,6 +107,7 @@ def register_format(
             why=f"registered formats: {', '.join(names)}.",
             do=do,
         )
+    # Both are wrapped: code of a user may raise anything, and its error would not name the format.
     REGISTERED[name] = CheckpointFormat(
         name=name,
         detect=functools.partial(_detects, name, detect),
@@ -120,6 +123,7 @@ def foreign_source(path: str | Path) -> FormatSource | None:
     """
     path = expanded(path)
     registered = _registered_format(path)
+    # First those of users: one may read a dialect of a format below.
     if registered is not None:
         return registered.open(path)
     for built_in in BUILT_IN:
@@ -172,11 +176,13 @@ class CheckedSource:
             self._source = open_source(path)
             # A copy: what is checked here must not change, and `leaves` may be computed in each access.
             self.leaves: Mapping[str, StoredLeaf] = dict(self._source.leaves)
-        unknown = [
-            f"{name}  {leaf.dtype if isinstance(leaf, StoredLeaf) else type(leaf).__name__}"
-            for name, leaf in self.leaves.items()
-            if not isinstance(leaf, StoredLeaf) or not _has_numbers(leaf)
-        ]
+        unknown = []
+        for name, leaf in self.leaves.items():
+            # Whoever wrote the format may have put anything there.
+            if not isinstance(leaf, StoredLeaf):
+                unknown.append(f"{name}  {type(leaf).__name__}")
+            elif not _has_numbers(leaf):
+                unknown.append(f"{name}  {leaf.dtype}")
         if unknown:
             raise CheckpointError(
                 f"The checkpoint format {format_name!r} does not describe its arrays.",
@@ -191,15 +197,16 @@ class CheckedSource:
         """Reads a box of an array, as a new array; raises `CheckpointError` if it is another than described."""
         leaf = self.leaves[name]
         described = f"{name}  {leaf.shape} {leaf.dtype}"
+        limits = bounds(box, leaf.shape)
+        shape = shape_of(limits)
         # As numbers: jax passes `slice(None)` for a whole dim.
-        box = tuple(slice(start, max(start, stop)) for start, stop in bounds(box, leaf.shape))
-        shape = tuple(part.stop - part.start for part in box)
+        box = slices_of(limits)
         with _named_faults(self._format_name, "read", self._path, described):
             array = self._source.read(name, box)
         is_array = isinstance(array, np.ndarray | np.generic)  # NumPy returns a scalar for `array[()]`
         if not is_array or array.shape != shape or array.dtype.name != leaf.dtype:
             actual = f"{array.shape} {array.dtype}" if is_array else f"a {type(array).__name__}"
-            ranges = ", ".join(f"{part.start}:{part.stop}" for part in box)
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in limits)
             raise CheckpointError(
                 f"The checkpoint format {self._format_name!r} does not read what it describes.",
                 where=[str(self._path), described],

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
-import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -25,11 +24,12 @@ from jshard.checkpoint.formats.source import (
     Box,
     FileRegion,
     ReadableValue,
+    are_sizes,
     damaged,
     existing,
     read_region,
     row_major,
-    stored_array,
+    stored_arrays,
 )
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
 from jshard.errors import UnsafeFileError, printable
@@ -89,7 +89,7 @@ class SafetensorsSource:
         index_file = _index_file(self.path)
         if index_file is None:
             self._regions = _all_regions(_files_without_index(self.path))
-            _check_numbers(self.path, {region.path.name for region in self._regions.values()})
+            _check_numbers(self.path, self._regions.values())
         else:
             index = read_index(index_file)
             # A user who names the index has chosen: the files beside it need no remark.
@@ -98,9 +98,7 @@ class SafetensorsSource:
             files = sorted(set(index.values()))  # each once, though it holds many arrays
             self._regions = _all_regions(index_file.parent / file for file in files)
             check_index(index_file, index, self._regions)
-        self.leaves: Mapping[str, StoredLeaf] = {
-            name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
-        }
+        self.leaves: Mapping[str, StoredLeaf] = stored_arrays(self._regions)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Reads a box of an array, as a new array; thread-safe."""
@@ -123,6 +121,7 @@ def _files_without_index(path: Path) -> list[Path]:
     """Returns the files to read where no index names them."""
     if path.is_file():
         return [path]
+    # Sorted, as the order of names in a folder is up to the file system.
     files = sorted(path.glob("*" + SUFFIX))
     if not files:
         raise CheckpointError(
@@ -148,28 +147,43 @@ def _several_checkpoints(paths: Iterable[Path], why: str) -> CheckpointError:
 _NUMBERED = re.compile(r"(?P<stem>.*)-0*(?P<number>\d{1,9})-of-0*(?P<count>\d{1,9})" + re.escape(SUFFIX))
 
 
-def _check_numbers(path: Path, files: Iterable[str]) -> None:
+def _check_numbers(path: Path, regions: Iterable[FileRegion]) -> None:
     """Raises `RunError` if files are missing by their numbers; without an index, only names can show that."""
     if path.is_file():
         return  # the user chose this one file of several
     numbers: dict[tuple[str, int], set[int]] = collections.defaultdict(set)
-    for file in files:
-        match = _NUMBERED.fullmatch(file)
+    for region in regions:
+        match = _NUMBERED.fullmatch(region.path.name)
         if match:
             numbers[match["stem"], int(match["count"])].add(int(match["number"]))
     for (stem, count), present in numbers.items():
-        first = 0 if 0 in present else 1  # writers count from 0 or from 1
-        missing = (number for number in range(first, first + count) if number not in present)
-        # The count comes from a file name and may be a billion: only the first missing ones are made.
-        names = [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in itertools.islice(missing, 3)]
+        names = []
+        for number in _first_missing(present, count, most=3):
+            names.append(f"{stem}-{number:05}-of-{count:05}{SUFFIX}")
         if names:
             raise damaged(path, f"there: {len(present)} of {counted(count, 'file')}; missing: {', '.join(names)}")
+
+
+def _first_missing(present: Collection[int], count: int, most: int) -> list[int]:
+    """Returns the first of the numbers that are not there, of so many consecutive ones."""
+    first = 0 if 0 in present else 1  # writers count from 0 or from 1
+    missing = []
+    # The count comes from a file name and may be a billion: the loop ends with the first few.
+    for number in range(first, first + count):
+        if number not in present:
+            missing.append(number)
+        if len(missing) == most:
+            break
+    return missing
 
 
 def _notes_on_unindexed_files(index_file: Path, index: Mapping[str, str]) -> tuple[str, ...]:
     """Returns a note on files beside an index that it does not name; raises if one has the index's name."""
     indexed = set(index.values())
-    unindexed = sorted(path for path in index_file.parent.glob("*" + SUFFIX) if path.name not in indexed)
+    unindexed = []
+    for path in sorted(index_file.parent.glob("*" + SUFFIX)):
+        if path.name not in indexed:
+            unindexed.append(path)
     same_name = index_file.with_name(index_file.name.removesuffix(INDEX_SUFFIX) + SUFFIX)
     if same_name in unindexed:
         # Transformers would read the single file. Which of the two is old cannot be known.
@@ -192,11 +206,10 @@ def check_index(index_file: Path, index: Mapping[str, str], regions: Mapping[str
             lost.append(f"{name}  is not in {file}")
         elif regions[name].path.name != file:
             moved.append(f"{name}  is in {regions[name].path.name}, and not in {file}")
-    unnamed = [
-        f"{name}  is in {region.path.name}, and not in the index"
-        for name, region in regions.items()
-        if name not in index
-    ]
+    unnamed = []
+    for name, region in regions.items():
+        if name not in index:
+            unnamed.append(f"{name}  is in {region.path.name}, and not in the index")
     lines = [*lost, *moved, *unnamed]
     if not lines:
         return
@@ -225,7 +238,10 @@ def read_index(path: Path) -> Mapping[str, str]:
             raise damaged(path, f"its weight_map names something that is not a file beside it: {file}")
     if not index:
         raise damaged(path, "its weight_map names no array.")
-    missing = sorted({file for file in index.values() if not os.path.isfile(path.parent / file)})
+    missing = []
+    for file in sorted(set(index.values())):  # each once: a look at a network file system takes long
+        if not os.path.isfile(path.parent / file):
+            missing.append(file)
     if missing:
         raise damaged(path, f"files that it names are missing: {', '.join(missing)}")
     return index
@@ -243,6 +259,7 @@ def _all_regions(files: Iterable[Path]) -> dict[str, FileRegion]:
         if _may_hold_parts(file, header.metadata):
             raise _in_parts(file, "its metadata marks its arrays as one process's parts.")
         for name, region in _regions(file, header).items():
+            # The last one must not win: of an array in parts it would be one part, taken for the whole.
             if name in regions:
                 raise _in_parts(file, f"{printable(name)} is in {regions[name].path.name} too.")
             regions[name] = region
@@ -295,10 +312,15 @@ class _Header:
             header = parse_json(text)
         except ValueError as error:
             raise damaged(path, f"its header is not JSON: {error}") from error
-        if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        if not _is_table(header):
             raise damaged(path, "its header is not a table of arrays.")
         metadata = header.pop("__metadata__", {})  # the one entry that is no array
         return cls(header, metadata, 8 + length)
+
+
+def _is_table(header: object) -> TypeGuard[dict[str, dict[str, Json]]]:
+    """Returns whether the JSON of a header has an entry for each name, whatever is in it."""
+    return isinstance(header, dict) and all(isinstance(entry, dict) for entry in header.values())
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -312,7 +334,11 @@ class _Span:
 
 def _regions(path: Path, header: _Header) -> dict[str, FileRegion]:
     """Returns the arrays of a file; raises an error unless each is known, and together they are all of its data."""
-    unknown = [f"{name}  {entry.get('dtype')}" for name, entry in header.arrays.items() if _dtype(entry) is None]
+    # All of them in one error, before the first array is looked at.
+    unknown = []
+    for name, entry in header.arrays.items():
+        if _dtype(entry) is None:
+            unknown.append(f"{name}  {entry.get('dtype')}")
     if unknown:
         raise CheckpointError(
             f"The checkpoint holds {counted(len(unknown), 'array')} of a dtype that cannot be read.",
@@ -328,7 +354,7 @@ def _regions(path: Path, header: _Header) -> dict[str, FileRegion]:
         shape = entry.get("shape")
         offsets = entry.get("data_offsets")
         span = _span(name, offsets)
-        if dtype is None or not _are_sizes(shape) or not _fits(shape, dtype, span, data_bytes):
+        if dtype is None or not are_sizes(shape) or not _fits(shape, dtype, span, data_bytes):
             stated = f"{entry['dtype']} {shape} at {offsets}"
             raise damaged(path, f"{name} cannot be {stated}: the data has {data_bytes} bytes.")
         spans.append(span)
@@ -344,19 +370,15 @@ def _dtype(entry: Mapping[str, Json]) -> np.dtype | None:
     return DTYPES.get(name) if isinstance(name, str) else None
 
 
-def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
-
-
 def _span(name: str, offsets: object) -> _Span:
     """Returns the bytes at these offsets; for anything else than two sizes one that fits nothing."""
-    if not _are_sizes(offsets) or len(offsets) != 2:
+    if not are_sizes(offsets) or len(offsets) != 2:
         return _Span(-1, -1, name)
     start, end = offsets
     return _Span(start, end, name)
 
 
-def _fits(shape: list[int], dtype: np.dtype, span: _Span, data_bytes: int) -> bool:
+def _fits(shape: Sequence[int], dtype: np.dtype, span: _Span, data_bytes: int) -> bool:
     """Returns whether an array has as many bytes as its span, which is inside of the data."""
     is_inside = 0 <= span.start <= span.end <= data_bytes
     return is_inside and is_shape(tuple(shape)) and span.end - span.start == math.prod(shape) * dtype.itemsize

@@ -34,9 +34,10 @@ def write_safetensors(
     """
     folder = expanded(folder).absolute()
     # Also of other names: older shards beside new ones would make another checkpoint of both.
-    existing_files = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
-    existing_files += [folder / name for name in beside if (folder / name).exists()]
-    check_export("safetensors", sorted(existing_files), source, list(source.leaves), _DTYPE_NAMES)
+    taken = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
+    for name in beside:
+        taken.append(folder / name)
+    check_export("safetensors", sorted(taken), source, list(source.leaves), _DTYPE_NAMES)
     shards = _shards(source.leaves, max_shard_bytes)
     shard_names = _shard_names(len(shards))
     texts = dict(beside)
@@ -81,9 +82,11 @@ def _shard_names(count: int) -> list[str]:
 
 def _index_text(leaves: Mapping[str, StoredLeaf], shards: Sequence[Sequence[str]], names: Sequence[str]) -> str:
     """Returns the index of arrays in several files, as JSON."""
-    files = {leaf: name for name, shard in zip(names, shards, strict=True) for leaf in shard}
+    file_of: dict[str, str] = {}
+    for name, shard in zip(names, shards, strict=True):
+        file_of |= dict.fromkeys(shard, name)
     total_size = sum(leaf.nbytes for leaf in leaves.values())
-    index = {"metadata": {"total_size": total_size}, "weight_map": files}
+    index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 

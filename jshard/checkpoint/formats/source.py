@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from jshard.checkpoint.errors import CheckpointError, DamagedError, mend, reason
 from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.packed.file_io import flush
+from jshard.checkpoint.packed.layout import shape_of, slices_of, whole_box
 from jshard.errors import RunError, printable
 
 Limits = Sequence[tuple[int, int]]
@@ -77,17 +77,65 @@ def stored_array(shape: Sequence[int], dtype: npt.DTypeLike) -> StoredLeaf:
     return StoredLeaf(shape=tuple(shape), dtype=np.dtype(dtype).name, chunk=(1,) * len(shape))
 
 
+def stored_arrays(regions: Mapping[str, FileRegion]) -> dict[str, StoredLeaf]:
+    """Describes arrays in files, by name."""
+    return {name: stored_array(region.shape, region.dtype) for name, region in regions.items()}
+
+
+class ReadableTensor(Protocol):
+    """An array of which any box can be read, wherever its numbers are."""
+
+    @property
+    def leaf(self) -> StoredLeaf:
+        """The array's description."""
+        ...
+
+    def read(self, box: Box) -> np.ndarray:
+        """Reads a box, as a new array."""
+        ...
+
+
+def leaves_of(tensors: Mapping[str, ReadableTensor]) -> dict[str, StoredLeaf]:
+    """Returns the descriptions of some arrays, by name."""
+    return {name: tensor.leaf for name, tensor in tensors.items()}
+
+
+def are_sizes(numbers: object) -> TypeGuard[Sequence[int]]:
+    """Returns whether an item of somebody else's file is a list or tuple of sizes, which can be computed with.
+
+    A file may hold anything in their place. Below 2**62, the sum of two of them is in 64 bits.
+    """
+    if not isinstance(numbers, tuple | list):
+        return False
+    return all(_is_size(number) for number in numbers)
+
+
+def _is_size(number: object) -> bool:
+    # No `isinstance`: True would be a size of 1.
+    return type(number) is int and 0 <= number < 1 << 62
+
+
 def whole(leaf: StoredLeaf) -> Box:
     """Returns the box that covers a whole leaf."""
-    return tuple(slice(0, size) for size in leaf.shape)
+    return slices_of(whole_box(leaf.shape))
 
 
 def bounds(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns the start and stop of a box in each dim of a leaf of this shape."""
-    has_steps = any(part.step not in (None, 1) for part in box)
-    if len(box) != len(shape) or has_steps:
-        raise ValueError(f"{box} is not a box of an array of shape {tuple(shape)}")
-    return tuple(part.indices(size)[:2] for part, size in zip(box, shape, strict=True))
+    """Returns the start and stop of a box in each dim of a leaf of this shape; no dim stops before it starts."""
+    if len(box) != len(shape):
+        raise _no_box(box, shape)
+    limits = []
+    for part, size in zip(box, shape, strict=True):
+        start, stop, step = part.indices(size)
+        if step != 1:
+            raise _no_box(box, shape)
+        # NumPy takes x[5:2] as empty; sizes are computed from the limits, and none may be negative.
+        limits.append((start, max(start, stop)))
+    return tuple(limits)
+
+
+def _no_box(box: Box, shape: Sequence[int]) -> ValueError:
+    return ValueError(f"{box} is not a box of an array of shape {tuple(shape)}")
 
 
 class FileRegion(NamedTuple):
@@ -102,6 +150,7 @@ class FileRegion(NamedTuple):
     @property
     def span_bytes(self) -> int:
         """Bytes from the first element to the end of the last."""
+        # Without elements there is no last one, and the sum below could be negative.
         if 0 in self.shape:
             return 0
         last_offset = 0
@@ -112,7 +161,12 @@ class FileRegion(NamedTuple):
 
 def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Returns the strides, in bytes, of an array whose last dim is contiguous."""
-    return tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    strides = []
+    stride = itemsize
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
 
 
 def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> np.ndarray:
@@ -121,7 +175,7 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
     The file is mapped only during the copy, so that its pages do not stay in this process's memory.
     """
     limits = bounds(box, region.shape)
-    shape = tuple(max(stop - start, 0) for start, stop in limits)
+    shape = shape_of(limits)
     if out is None:
         out = np.empty(shape, region.dtype)
     if 0 in shape:
@@ -142,6 +196,7 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
 
 def existing(path: str | Path, kind: str) -> Path:
     """Returns the local path of another library's checkpoint; raises `CheckpointError` if it does not exist."""
+    # Other libraries' files are mapped, so they must be on this machine: an address in a bucket is an error.
     path = local_path(path)
     if not path.exists():
         raise CheckpointError(
@@ -164,6 +219,7 @@ def check_export(
     kind: str, files: Iterable[Path], source: ArraySource, names: Sequence[str], known: Collection[np.dtype]
 ) -> None:
     """Raises `CheckpointError` if files already exist, or these names or dtypes cannot be written."""
+    # Before the first byte is written: nothing is left of an export that cannot succeed.
     existing_files = [str(file) for file in files if file.exists()]
     if existing_files:
         raise CheckpointError(
@@ -172,7 +228,10 @@ def check_export(
             why="such files already exist.",
             do="choose a new folder.",
         )
-    unknown = [f"{name}  {leaf.dtype}" for name, leaf in source.leaves.items() if np.dtype(leaf.dtype) not in known]
+    unknown = []
+    for name, leaf in source.leaves.items():
+        if np.dtype(leaf.dtype) not in known:
+            unknown.append(f"{name}  {leaf.dtype}")
     if unknown:
         raise CheckpointError(
             f"{kind} does not support the dtypes of {counted(len(unknown), 'array')}.",
@@ -208,6 +267,7 @@ def finished_together(kind: str, folder: Path, names: Sequence[str]) -> Iterator
             flush(draft)
         for draft, name in zip(drafts, names, strict=True):
             draft.rename(folder / name)
+        # The new names are entries of the folder, which is written to the disk apart from the files.
         flush(folder)
     except OSError as error:
         why = reason(error)

@@ -68,6 +68,7 @@ class Stored:
     def _check_combination(self) -> None:
         """Raises `ValueError` for arguments that exclude each other."""
         has_order = bool(self.transpose or self.dims)
+        # A part is a range of the last stored dim; in another order, or over several arrays, it would not be one.
         if self.parts > 1 and (has_order or len(self.names) > 1):
             raise ValueError(f"parts={self.parts} needs a single array that is not transposed")
         is_joined = self.dim != -1 or bool(self.sizes)
@@ -79,6 +80,7 @@ class Stored:
     def _check_dims(self) -> None:
         """Raises `CheckpointError` unless the dims are in one order, which `dims` or `transpose` says."""
         has_integers = all(isinstance(dim, int) for dim in self.dims)
+        # Integers first: the elements of a set must be of types that can be hashed.
         is_order = has_integers and set(self.dims) == set(range(len(self.dims)))
         if not is_order or (self.dims and self.transpose):
             raise _no_order(self)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jshard._files import open_regular
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats.source import FileRegion, damaged, read_region
+from jshard.checkpoint.formats.source import FileRegion, are_sizes, damaged, read_region
 from jshard.checkpoint.formats.torch_inert import OTHER_DTYPES, OtherDtype
 from jshard.checkpoint.formats.torch_pickle import (
     DTYPES,
@@ -31,6 +31,7 @@ from jshard.checkpoint.formats.torch_pickle import (
     sealed,
     short,
 )
+from jshard.checkpoint.packed.layout import slices_of, whole_box
 from jshard.errors import FourPartError
 
 _MAX_EXPANSION = 64  # of a view, over its storage
@@ -134,7 +135,7 @@ def _value_names(max_bytes: int) -> Allowed:
         bytes_left -= math.prod(region.shape) * region.dtype.itemsize
         if bytes_left < 0:
             raise ValueError("its tensors are larger than the archive")
-        return read_region(region, tuple(slice(0, size) for size in region.shape))
+        return read_region(region, slices_of(whole_box(region.shape)))
 
     @sealed
     def read_tensor_v2(*args: Unpickled) -> np.ndarray:
@@ -196,6 +197,7 @@ class Archive(NamedTuple):
         self._check_members(members)
         # Without this file, as in archives of earlier versions of PyTorch, they are taken as little-endian.
         order = members.get("byteorder")
+        # The size first: the member may state, and unpack to, gigabytes.
         if order is not None and (order.file_size > 64 or archive.read(order).strip() != b"little"):
             raise damaged(self.path, f"the archive at byte {self.offset} is not little-endian.")
 
@@ -218,16 +220,17 @@ class Archive(NamedTuple):
             return load(file.read(), allowed, self.path, storage=storage)
 
     def _check_members(self, members: dict[str, zipfile.ZipInfo]) -> None:
+        # The pickle is read into memory whole, so its stated size is compared before.
         if "data.pkl" not in members or members["data.pkl"].file_size > MOST_PICKLE_BYTES:
             raise damaged(self.path, f"the archive at byte {self.offset} has no pickle, or one that is too large.")
-        packed = [member.filename for member in members.values() if not _is_plain(member)]
-        if packed:
-            raise CheckpointError(
-                "The checkpoint holds compressed or encrypted tensors.",
-                where=str(self.path),
-                why=f"{packed[0]} of the archive at byte {self.offset}; PyTorch writes them plain.",
-                do="save the checkpoint again with torch.distributed.checkpoint.save.",
-            )
+        for member in members.values():
+            if not _is_plain(member):
+                raise CheckpointError(
+                    "The checkpoint holds compressed or encrypted tensors.",
+                    where=str(self.path),
+                    why=f"{member.filename} of the archive at byte {self.offset}; PyTorch writes them plain.",
+                    do="save the checkpoint again with torch.distributed.checkpoint.save.",
+                )
 
 
 def _is_plain(member: zipfile.ZipInfo) -> bool:
@@ -305,6 +308,7 @@ def _region(storage: object, offset: Unpickled, size: object, stride: object, dt
     size = _dims(size)
     stride = _dims(stride)
     is_offset = type(offset) is int and 0 <= offset < 1 << 62
+    # A negative offset would lead to bytes before the tensor, which are of another.
     if len(size) != len(stride) or not is_offset:
         raise ValueError(f"a tensor of size {size}, stride {stride} at {short(offset)}")
     itemsize = DTYPES[dtype].itemsize
@@ -335,6 +339,6 @@ def _dims(numbers: object) -> tuple[int, ...]:
     """Returns the sizes or strides of a tensor; raises `ValueError` if these are none."""
     if not isinstance(numbers, tuple | list) or len(numbers) > MAX_DIMS:
         raise ValueError(f"a tensor of size or stride {short(numbers)}")
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+    if not are_sizes(numbers):
         raise ValueError(f"a tensor of size or stride {short(numbers)}")
     return tuple(numbers)

@@ -60,6 +60,7 @@ class Record(metaclass=Sealed):
 
     def get(self, field: str) -> Unpickled:
         """Returns a field of the dataclass it stands for; None if there is no such field."""
+        # A pickle may set anything as the state, see `__setstate__`.
         if not isinstance(self.state, dict):
             return None
         return self.state.get(field)
@@ -256,6 +257,7 @@ class _PickleReader(_Unpickler):
 
     def find_class(self, module: str, name: str) -> object:
         """Looks up a name."""
+        # Nothing is imported: Python's own `find_class` imports the module, which runs its code.
         if (module, name) not in self._allowed:
             raise NotAllowedError(module, name)
         return self._allowed[module, name]
@@ -322,6 +324,7 @@ class _PickleReader(_Unpickler):
     def _load_additems(self) -> None:
         items = self.pop_mark()
         target = self.stack[-1]
+        # Python's own step calls the method `add` of any other object.
         if not isinstance(target, set):
             raise ValueError(f"items are added to a {type(target).__name__}")
         for item in items:
@@ -338,6 +341,7 @@ class _PickleReader(_Unpickler):
         args = self.stack.pop()
         call = self.stack[-1]
         self._spend_on_call(args)
+        # Of the calls in the tables, only this one hashes the elements of its argument.
         if call is set:
             for item in itertools.chain(*args):
                 self._check_key(item)
@@ -352,6 +356,7 @@ class _PickleReader(_Unpickler):
     def _load_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
+        # Python's own step sets the attributes of any object, and so could change what the reader relies on.
         if not isinstance(target, Record | Ordered):
             raise ValueError(f"a state is set in a {type(target).__name__}")
         target.__setstate__(state)

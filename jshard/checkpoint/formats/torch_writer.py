@@ -65,6 +65,7 @@ def rebuilt(array: np.ndarray) -> PickledCall:
     if dtype in _STORAGE_NAMES:
         storage = _storage(PickledGlobal("torch", _STORAGE_NAMES[dtype]), array.size)
         return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v2"), (storage, *settings))
+    # For other dtypes, such as float8, PyTorch has no class of storage: they are bytes, with the dtype beside them.
     storage = _storage(PickledGlobal("torch.storage", "UntypedStorage"), array.nbytes)
     return PickledCall(
         PickledGlobal("torch._utils", "_rebuild_tensor_v3"), (storage, *settings, PickledGlobal("torch", dtype))

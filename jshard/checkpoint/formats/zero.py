@@ -11,9 +11,9 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
@@ -22,16 +22,19 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import (
     Box,
     FileRegion,
+    ReadableTensor,
     ReadableValue,
     bounds,
     damaged,
     existing,
+    leaves_of,
     read_region,
     stored_array,
 )
 from jshard.checkpoint.formats.torch_archive import Archive
 from jshard.checkpoint.formats.torch_pickle import Record, Unpickled, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
+from jshard.checkpoint.packed.layout import shape_of, slices_of
 from jshard.errors import printable
 
 _FILE = re.compile(
@@ -41,6 +44,7 @@ _LATEST = "latest"  # names the folder of the newest step
 _LATEST_BYTES = 4096  # a larger file is another program's
 _STAGE = 3
 _ALLOWED = {
+    # What the files name beside tensors: the stage, and the scale of the losses.
     **records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     **records("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
 }
@@ -64,8 +68,10 @@ def zero_folder(path: Path) -> Path | None:
         step = path / name
     if not step.is_dir():
         return None
-    has_files = any(_FILE.fullmatch(file.name) for file in step.iterdir())
-    return step if has_files else None
+    for file in step.iterdir():
+        if _FILE.fullmatch(file.name):
+            return step
+    return None
 
 
 def _latest_step(latest: Path) -> str | None:
@@ -76,14 +82,6 @@ def _latest_step(latest: Path) -> str | None:
         return None
     is_name = is_inside(name) and name.isprintable()
     return name if is_name else None
-
-
-class _ReadableTensor(Protocol):
-    """A tensor of the model, wherever its numbers are."""
-
-    leaf: StoredLeaf
-
-    def read(self, box: Box) -> np.ndarray: ...
 
 
 class ZeroSource:
@@ -100,18 +98,19 @@ class ZeroSource:
         self.values: Mapping[str, ReadableValue] = {}
         files = _RankFiles.in_folder(self.path)
         states = [_loaded(file) for file in files.model]
+        # Of the first rank alone: `_check_alike` compares the lists of the others with it.
         shapes = _trained_shapes(files.model[0], states[0])
         _check_alike(files.model, states, shapes)
         weights = [_flat_weights(file) for file in files.optim]
 
-        self._tensors: dict[str, _ReadableTensor] = dict(_frozen(files.model, states))
+        self._tensors: dict[str, ReadableTensor] = dict(_frozen(files.model, states))
         self._tensors.update(_trained(files.optim, weights, shapes))
         self._tensors.update(_buffers(files.model[0], states[0]))
         # Tied weights are stored under one of their names.
         for alias, name in _shared_names(states[0].get("shared_params")):
             if name in self._tensors:
                 self._tensors[alias] = self._tensors[name]
-        self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
+        self.leaves: Mapping[str, StoredLeaf] = leaves_of(self._tensors)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Reads a box of a tensor, as a new array, by the rows that contain it. Thread-safe."""
@@ -129,7 +128,7 @@ class _FlatTensor:
     def read(self, box: Box) -> np.ndarray:
         """Reads a box of the tensor."""
         limits = bounds(box, self.leaf.shape)
-        shape = tuple(max(stop - start, 0) for start, stop in limits)
+        shape = shape_of(limits)
         if not shape or 0 in shape:
             # A tensor of no dims has one number, and no rows; an empty box has none.
             return self._numbers(0, math.prod(shape)).reshape(shape)
@@ -138,11 +137,11 @@ class _FlatTensor:
         row_size = math.prod(row_shape)
         first, last = limits[0]
         rows = self._numbers(first * row_size, last * row_size).reshape(last - first, *row_shape)
-        in_rows = tuple(slice(start, stop) for start, stop in limits[1:])
-        return np.ascontiguousarray(rows[(slice(None), *in_rows)])
+        return np.ascontiguousarray(rows[(slice(None), *slices_of(limits[1:]))])
 
     def _numbers(self, first: int, last: int) -> np.ndarray:
         """Reads a range of the numbers of the row-major tensor."""
+        # All of it is written below: `_trained` and `_frozen` have counted the numbers of the pieces.
         values = np.empty(last - first, self.leaf.dtype)
         for run, end in zip(self._runs, self._ends, strict=True):
             start = end - math.prod(run.shape)
@@ -213,6 +212,7 @@ def _flat_weights(file: Path) -> list[FileRegion]:
     stage = state.get("zero_stage")
     if isinstance(stage, Record) and stage.args:  # a member of an enum
         stage = stage.args[0]
+    # The pieces are put together as stage 3 cuts them, see the top of this file.
     if stage != _STAGE:
         raise _refused(file, f"it is from ZeRO stage {short(stage)}.")
     groups = state.get("fp32_flat_groups")
@@ -277,10 +277,17 @@ def _trained(
 ) -> Iterator[tuple[str, _FlatTensor]]:
     """Yields every trained parameter, assembled from its pieces in the ranks' flat weights."""
     num_ranks = len(weights)
-    piece_sizes = {name: -(-math.prod(shape) // num_ranks) for name, shape in shapes.items()}
+    piece_sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        piece_sizes[name] = -(-math.prod(shape) // num_ranks)
     num_needed = sum(piece_sizes.values())
+    dtype = weights[0][0].dtype
     # A short rank would shift the numbers of the ranks after it.
     for file, runs in zip(files, weights, strict=True):
+        # All are read into arrays of the first rank's dtype, which would round those of a wider one.
+        if runs[0].dtype != dtype:
+            why = f"its flat weights are {runs[0].dtype}, and those of {files[0].name} are {dtype}."
+            raise damaged(file, why)
         num_stored = sum(run.shape[0] for run in runs)
         if num_stored < num_needed:
             why = f"it holds {num_stored} numbers; a piece of every parameter is {num_needed} in {num_ranks} ranks."
@@ -288,7 +295,9 @@ def _trained(
     start = 0
     for name, shape in shapes.items():
         end = start + piece_sizes[name]
-        pieces = [piece for runs in weights for piece in _cut(runs, start, end)]
+        pieces: list[FileRegion] = []
+        for runs in weights:  # in the order of the ranks, which is that of the numbers
+            pieces += _cut(runs, start, end)
         yield name, _FlatTensor(shape, pieces)
         start = end
 
@@ -318,7 +327,11 @@ def _frozen(files: Sequence[Path], states: Sequence[Mapping[str, Unpickled]]) ->
             piece = _dict(state.get("frozen_param_fragments")).get(name)
             if not _is_flat(piece):
                 raise damaged(file, f"it has no piece of the frozen parameter {printable(name)}.")
+            if pieces and piece.dtype != pieces[0].dtype:
+                first = f"that of {files[0].name} is {pieces[0].dtype}"
+                raise damaged(file, f"its piece of {printable(name)} is {piece.dtype}, and {first}.")
             pieces.append(piece)
+        # More are padding. With fewer, the end of the tensor would be memory without values.
         if sum(piece.shape[0] for piece in pieces) < math.prod(shape):
             raise damaged(files[0], f"the pieces of {printable(name)} have fewer numbers than its shape {shape}.")
         yield name, _FlatTensor(shape, pieces)
@@ -340,12 +353,19 @@ def _buffers(file: Path, state: Mapping[str, Unpickled]) -> Iterator[tuple[str, 
 
 def _shared_names(shared: object) -> list[tuple[str, str]]:
     """Returns the names of tensors that share others' storage, stored as a dict or a list: pairs of alias and name."""
-    pairs: list[Sequence[object]] = []
+    pairs: Iterable[object] = ()
     if isinstance(shared, dict):
-        pairs = list(shared.items())
+        pairs = shared.items()
     elif isinstance(shared, list):
-        pairs = [pair for pair in shared if isinstance(pair, tuple | list) and len(pair) == 2]
-    return [(alias, name) for alias, name in pairs if isinstance(alias, str) and isinstance(name, str)]
+        pairs = shared
+    names: list[tuple[str, str]] = []
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            continue
+        alias, name = pair
+        if isinstance(alias, str) and isinstance(name, str):
+            names.append((alias, name))
+    return names
 
 
 def _refused(path: Path, why: str) -> CheckpointError:

@@ -87,6 +87,7 @@ class LocalFolder:
             _allocate(file, num_bytes)
             writes = (functools.partial(self._write_part, file, number, part) for number, part in enumerate(parts))
             do_all(writes, threads=self.threads)
+            # Before the manifest is written: it says that this file is whole, also after a power cut.
             os.fsync(file)
         finally:
             os.close(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,9 +14,9 @@ import numpy as np
 
 from jshard._types import PyTree
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.manifest import Manifest, StoredLeaf, Value
+from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.packed.file_io import Parts
-from jshard.checkpoint.packed.layout import FILE_BYTES, Limits, device_boxes
+from jshard.checkpoint.packed.layout import FILE_BYTES, Limits, device_boxes, whole_box
 from jshard.checkpoint.packed.write_assignment import LeafToWrite, plan_writes
 from jshard.checkpoint.packed.writer import write_file
 from jshard.checkpoint.state import leaves as _leaves
@@ -58,7 +59,9 @@ class HostSnapshot:
         self._sources = plan.sources
 
         # Of other shards nothing is written here: no time and memory for their copies.
-        needed = {(source.leaf, source.shard_box) for file_sources in plan.sources for source in file_sources}
+        needed: set[tuple[int, Limits]] = set()
+        for source in itertools.chain.from_iterable(plan.sources):
+            needed.add((source.leaf, source.shard_box))
         shards: dict[tuple[int, Limits], _Array] = {}
         for leaf_to_write, array in zip(to_write, arrays, strict=True):
             for box, values in _local_boxes(array):
@@ -96,7 +99,7 @@ def _leaf_to_write(number: int, path: str, array: _Array, stored: StoredLeaf) ->
 def _local_boxes(array: _Array) -> Iterator[tuple[Limits, _Array]]:
     """Yields the boxes of an array that are on this process, with their values there."""
     if not isinstance(array, jax.Array):
-        yield tuple((0, size) for size in array.shape), array
+        yield whole_box(array.shape), array
         return
     boxes = device_boxes(array.sharding, array.shape)
     for shard in array.addressable_shards:
@@ -123,10 +126,8 @@ class Packing:
 
     def __init__(self, state: PyTree, *, step: int) -> None:
         leaves = storable(_leaves.flatten(state))
-        shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-        stored = {key: _manifest.describe(leaf, shapes.get(key)) for key, leaf in leaves.items()}
-        values = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Value)}
-        self._manifest = Manifest(leaves=stored, step=step, values=values)
+        stored = _manifest.describe_all(leaves, _leaves.by_text(_leaves.logical_shapes(state)))
+        self._manifest = Manifest(leaves=stored, step=step, values=_manifest.python_values(leaves))
         self._snapshot = HostSnapshot(leaves, stored, most_bytes=_ONE_FILE_BYTES)
 
     def finish(self) -> list[memoryview]:

@@ -80,7 +80,7 @@ class Piece:
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the box."""
-        return tuple(stop - start for start, stop in self.box)
+        return shape_of(self.box)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -133,11 +133,18 @@ class FileLayout:
     @functools.cached_property
     def columns(self) -> bytes:
         """The index without the checksums."""
-        all_limits = [limit for piece in self.pieces for limit in piece.box]
+        leaves: list[int] = []
+        num_dims: list[int] = []
+        all_limits: list[tuple[int, int]] = []
+        for piece in self.pieces:
+            leaves.append(piece.leaf)
+            num_dims.append(len(piece.box))
+            all_limits += piece.box
+        # Of scalars alone there are no limits, and an empty list has no second dim.
         limits_array = np.array(all_limits, "<i8").reshape(-1, 2)
         columns = (
-            np.array([piece.leaf for piece in self.pieces], "<u4"),
-            np.array([len(piece.box) for piece in self.pieces], "<u4"),
+            np.array(leaves, "<u4"),
+            np.array(num_dims, "<u4"),
             np.array(self.offsets, "<i8"),
             limits_array[:, 0],
             limits_array[:, 1],
@@ -154,7 +161,7 @@ class FileLayout:
         tail = _Tail(
             _MAGIC,
             num_pieces=len(self.pieces),
-            num_limits=sum(len(piece.box) for piece in self.pieces),
+            num_limits=_num_limits(self.pieces),
             num_sums=len(sums),
             block_bytes=BLOCK_BYTES,
             index_begin=self.index_begin,
@@ -205,6 +212,11 @@ def lay_out_files(pieces: Iterable[Piece], *, most_bytes: int = FILE_BYTES) -> l
     return [_lay_out_file(file_pieces) for file_pieces in files]
 
 
+def _num_limits(pieces: Sequence[Piece]) -> int:
+    """Returns the number of limits of all boxes: an index has one for each dim of each piece."""
+    return sum(len(piece.box) for piece in pieces)
+
+
 class _HeaderEntry(NamedTuple):
     """An entry of a safetensors header; positions are those after the header."""
 
@@ -220,8 +232,8 @@ def _lay_out_file(pieces: Sequence[Piece]) -> FileLayout:
     pieces.sort(key=lambda piece: piece.nbytes < _LARGE_BYTES)  # large ones first, otherwise in the order given
     entries, starts, data_bytes = _data_entries(pieces)
 
-    num_limits = sum(len(piece.box) for piece in pieces)
-    columns_bytes = 16 * len(pieces) + 16 * num_limits
+    # See `_COLUMN_DTYPES`: of a piece the leaf, the number of dims and the offset, of a limit start and stop.
+    columns_bytes = 16 * len(pieces) + 16 * _num_limits(pieces)
     # The header's entry for the index contains the number of checksums, and these cover the header: the length of the
     # header is computed first, with room for the digits.
     begin_of_header = _header_without_index(entries)
@@ -324,6 +336,7 @@ def parse_tail(tail: bytes, num_bytes: int) -> int:
     # The index is not read yet, so its checksum cannot show that the tail is damaged: the fields must fit the size.
     size = sum(fields.column_sizes) + TAIL_BYTES
     is_ours = fields.magic == _MAGIC and fields.block_bytes == BLOCK_BYTES
+    # A truncated file, or one that continues after its tail, is not as it was written.
     is_of_this_size = fields.index_begin + size == num_bytes and fields.num_sums == num_blocks(fields.index_begin)
     if not is_ours or not is_of_this_size:
         raise ValueError("its index is damaged")
@@ -367,6 +380,7 @@ def block_sum(views: Sequence[memoryview]) -> int:
     """Returns the checksum of a block that is spread over some buffers."""
     if len(views) == 1:
         return xxhash.xxh3_64_intdigest(views[0])
+    # As if the buffers were one: the same bytes have the same checksum, however they were read.
     digest = xxhash.xxh3_64()
     for view in views:
         digest.update(view)
@@ -400,6 +414,7 @@ def up(value: int, multiple: int) -> int:
 def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, Limits]:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the box of an array that each device holds."""
     indices = sharding.devices_indices_map(tuple(shape))
+    # JAX has no index for an array of no dims.
     return {device: limits(index or (), shape) for device, index in indices.items()}
 
 
@@ -412,6 +427,48 @@ def limits(index: Sequence[slice], shape: Sequence[int]) -> Limits:
     return tuple(box)
 
 
+def whole_box(shape: Sequence[int]) -> Limits:
+    """Returns the box that covers an array of this shape."""
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(box: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Returns the shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def slices_of(box: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
+    """Returns a box as an index of the array."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 def size_of(box: Limits) -> int:
     """Returns the number of elements of a box."""
-    return math.prod(stop - start for start, stop in box)
+    return math.prod(shape_of(box))
+
+
+def has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
+    """Returns whether any two boxes have an element in common; the limits have a row for each box.
+
+    Whoever adds up the sizes of boxes to see whether they fill another has to ask this, too: in a sum, a gap and an
+    overlap of equal size cancel each other.
+    """
+    num_boxes, ndim = starts.shape
+    if not ndim:
+        return num_boxes > 1
+    # Along the dim in which most boxes start elsewhere, a box can only overlap those that start before it ends. So the
+    # usual cut, along one dim, needs no comparison of all pairs.
+    num_starts = [len(np.unique(starts[:, dim])) for dim in range(ndim)]
+    sweep_dim = int(np.argmax(num_starts))
+    order = np.argsort(starts[:, sweep_dim], kind="stable")
+    starts = starts[order]
+    stops = stops[order]
+    ends = np.searchsorted(starts[:, sweep_dim], stops[:, sweep_dim], "left")
+    # Boxes of the usual cut have no others to be compared with, and of those there may be thousands.
+    with_others = np.flatnonzero(ends > np.arange(1, num_boxes + 1))
+    for number in with_others.tolist():
+        others = slice(number + 1, ends[number])
+        is_common = (starts[number] < stops[others]) & (starts[others] < stops[number])
+        if is_common.all(axis=1).any():
+            return True
+    return False

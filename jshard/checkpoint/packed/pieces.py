@@ -15,10 +15,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
+from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.packed.file_io import FileSource
 from jshard.checkpoint.packed.file_reads import READ_BYTES, Range, Read, changed, reads
 from jshard.checkpoint.packed.host_memory import MappedBoxes, Slab
-from jshard.checkpoint.packed.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail, size_of
+from jshard.checkpoint.packed.layout import (
+    TAIL_BYTES,
+    FileIndex,
+    Limits,
+    has_overlap,
+    parse_index,
+    parse_tail,
+    shape_of,
+    size_of,
+)
 
 _MOST_INDEX_BYTES = 1 << 30  # checksums of 32 TiB, or 20 million pieces
 _GUESSED_INDEX_BYTES = 64 << 10  # most indexes are shorter, and come with the first read
@@ -38,6 +48,7 @@ class PackedFile:
         guess = min(size, _GUESSED_INDEX_BYTES)
         end_of_file = bytearray(guess)
         source.read(name, size - guess, [memoryview(end_of_file)])
+        # The tail is the one place at a fixed distance from the end, and says where the index begins.
         length = parse_tail(bytes(end_of_file[-TAIL_BYTES:]), size)
         if length > _MOST_INDEX_BYTES:
             raise ValueError(f"its index would have {length} bytes")
@@ -56,6 +67,7 @@ class PackedFile:
 
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[int, int]]:
         """Reads the whole file except its index; yields the ranges of changed blocks."""
+        # One buffer for all reads: the first touch of fresh memory takes longer than the read.
         buffer = memoryview(bytearray(READ_BYTES))
         num_bytes = self.index.index_begin
         for start in range(0, num_bytes, READ_BYTES):
@@ -65,24 +77,44 @@ class PackedFile:
             yield from changed(start, [view], self.index.sums)
 
 
-def check_pieces(index: FileIndex, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int]) -> None:
+@dataclasses.dataclass(frozen=True)
+class LeafColumns:
+    """The shapes and itemsizes of all leaves of a checkpoint, as columns of numbers."""
+
+    ndims: np.ndarray
+    sizes: np.ndarray  # of all dims of the first leaf, then of the second, and so on
+    itemsizes: np.ndarray
+
+    @classmethod
+    def of(cls, leaves: Iterable[StoredLeaf]) -> LeafColumns:
+        """Returns the columns of leaves in the order of their numbers."""
+        ndims: list[int] = []
+        sizes: list[int] = []
+        itemsizes: list[int] = []
+        for leaf in leaves:
+            ndims.append(len(leaf.shape))
+            sizes += leaf.shape
+            # Python values are in the manifest and have no pieces, but they have numbers: 1 keeps the place of each.
+            itemsizes.append(np.dtype(leaf.dtype).itemsize if leaf.is_array else 1)
+        return cls(np.array(ndims, np.int64), np.array(sizes, np.int64), np.array(itemsizes, np.int64))
+
+
+def check_pieces(index: FileIndex, columns: LeafColumns) -> None:
     """Raises `ValueError` unless every piece is a box of its leaf, and inside the file.
 
     Checksums show changes, and not that a file was written by this program: they can be computed by anyone.
     """
     leaves = index.leaves.astype(np.int64)
-    if (leaves >= len(shapes)).any():
+    if (leaves >= len(columns.ndims)).any():
         raise ValueError("its index has a piece of a leaf that is not in the manifest")
     ndims = np.diff(index.begins, append=len(index.starts))
-    leaf_ndims = np.array([len(shape) for shape in shapes], np.int64)
-    if (ndims != leaf_ndims[leaves]).any():
+    if (ndims != columns.ndims[leaves]).any():
         raise ValueError("its index has a piece with other dims than its leaf")
 
     # For each limit: the size of its dim, from the concatenated shapes of all leaves.
-    sizes = np.array([size for shape in shapes for size in shape], np.int64)
-    first_dims = np.cumsum(leaf_ndims) - leaf_ndims
+    first_dims = np.cumsum(columns.ndims) - columns.ndims
     dims = np.arange(len(index.starts)) + np.repeat(first_dims[leaves] - index.begins, ndims)
-    is_outside_leaf = (index.starts < 0) | (index.starts > index.stops) | (index.stops > sizes[dims])
+    is_outside_leaf = (index.starts < 0) | (index.starts > index.stops) | (index.stops > columns.sizes[dims])
     if is_outside_leaf.any():
         raise ValueError("its index has a piece that is not inside of its leaf")
 
@@ -90,7 +122,7 @@ def check_pieces(index: FileIndex, shapes: Sequence[tuple[int, ...]], itemsizes:
     counts = np.ones(len(leaves), np.int64)
     piece_of_limit = np.repeat(np.arange(len(leaves)), ndims)
     np.multiply.at(counts, piece_of_limit, index.stops - index.starts)
-    stops = index.offsets + counts * np.array(itemsizes, np.int64)[leaves]
+    stops = index.offsets + counts * columns.itemsizes[leaves]
     is_outside_file = (index.offsets < 0) | (stops > index.index_begin)
     if is_outside_file.any():
         raise ValueError("its index has a piece that is not inside of the file")
@@ -108,7 +140,7 @@ class Want:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The boxes of a leaf's pieces; hashable, because it is a key of the cache of `_parts`."""
+    """The boxes of a leaf's pieces; hashable, because it is a key of the cache of `_cut_parts`."""
 
     shape: tuple[int, ...]  # number of pieces, number of dims
     start_bytes: bytes
@@ -123,8 +155,11 @@ class _Cut:
         return np.frombuffer(self.stop_bytes, np.int64).reshape(self.shape)
 
     def boxes(self) -> list[Limits]:
-        rows = zip(self.starts.tolist(), self.stops.tolist(), strict=True)
-        return [tuple(zip(start, stop, strict=True)) for start, stop in rows]
+        boxes: list[Limits] = []
+        # As lists: numpy's own integers are slow to compute with one by one.
+        for start, stop in zip(self.starts.tolist(), self.stops.tolist(), strict=True):
+            boxes.append(tuple(zip(start, stop, strict=True)))
+        return boxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,17 +188,19 @@ class _PieceColumns:
 
     @classmethod
     def of(cls, indexes: Sequence[FileIndex]) -> _PieceColumns:
-        begins = []
+        offsets: list[np.ndarray] = []
+        begins: list[np.ndarray] = []
+        starts: list[np.ndarray] = []
+        stops: list[np.ndarray] = []
         num_limits = 0  # in the files before
         for index in indexes:
+            offsets.append(index.offsets)
+            # In its own file a piece counts the limits from 0.
             begins.append(index.begins + num_limits)
+            starts.append(index.starts)
+            stops.append(index.stops)
             num_limits += len(index.starts)
-        return cls(
-            offsets=np.concatenate([index.offsets for index in indexes]),
-            begins=np.concatenate(begins),
-            starts=np.concatenate([index.starts for index in indexes]),
-            stops=np.concatenate([index.stops for index in indexes]),
-        )
+        return cls(np.concatenate(offsets), np.concatenate(begins), np.concatenate(starts), np.concatenate(stops))
 
     def ndim(self, piece: int) -> int:
         first_limit = self.begins[piece]
@@ -196,12 +233,14 @@ class Pieces:
 
     def __init__(self, files: Sequence[PackedFile], num_leaves: int) -> None:
         self.files = files
+        self._indexes = [file.index for file in files]
         self._num_leaves = num_leaves
 
     def of(self, leaf: int) -> LeafPieces:
         """Returns the pieces of a leaf."""
         pieces = self._leaf_order.of(leaf)
         columns = self._columns
+        # "right", as a piece whose number is the end of one file is the first of the next.
         files = np.searchsorted(self._file_ends, pieces, "right")
         offsets = columns.offsets[pieces]
         if not len(pieces):
@@ -211,27 +250,40 @@ class Pieces:
         positions = columns.begins[pieces][:, None] + np.arange(ndim)
         return LeafPieces(files, offsets, columns.starts[positions], columns.stops[positions])
 
+    def index_of(self, file_name: str) -> FileIndex:
+        """Returns the index of the file with this name."""
+        for file in self.files:
+            if file.name == file_name:
+                return file.index
+        raise KeyError(file_name)
+
     def num_missing(self, leaf: int, shape: Sequence[int]) -> int:
         """Returns the number of elements of a leaf that no piece contains."""
         pieces = self.of(leaf)
         if not len(pieces.starts):
             return math.prod(shape)
+        # What is stored twice is counted twice: see `has_overlap`.
         counts = np.prod(pieces.stops - pieces.starts, axis=1)
         return math.prod(shape) - int(counts.sum())
 
+    def has_overlap(self, leaf: int) -> bool:
+        """Returns whether two pieces of a leaf have an element in common."""
+        pieces = self.of(leaf)
+        return has_overlap(pieces.starts, pieces.stops)
+
     def touched(self, leaf: int, boxes: Collection[Limits], shape: tuple[int, ...], itemsize: int) -> int:
         """Returns the number of elements read for some boxes of a leaf."""
-        parts = _parts(tuple(boxes), self.of(leaf).cut, shape, itemsize)
-        return sum(part.count for part in parts)
+        cut_parts = _cut_parts(tuple(boxes), self.of(leaf).cut, shape, itemsize)
+        return sum(part.count for part in cut_parts.parts)
 
     @functools.cached_property
     def _file_ends(self) -> np.ndarray:
         """The cumulative number of pieces by file."""
-        return np.cumsum([len(file.index.leaves) for file in self.files])
+        return np.cumsum([len(index.leaves) for index in self._indexes])
 
     @functools.cached_property
     def _columns(self) -> _PieceColumns:
-        return _PieceColumns.of([file.index for file in self.files])
+        return _PieceColumns.of(self._indexes)
 
     @functools.cached_property
     def _leaf_order(self) -> _LeafOrder:
@@ -239,7 +291,8 @@ class Pieces:
         if self._num_leaves <= 1 << 16:
             dtype = np.uint16  # it sorts in a sixth of the time
         # Unsafe only by its types: `check_pieces` has refused larger numbers.
-        leaves = np.concatenate([file.index.leaves for file in self.files], dtype=dtype, casting="unsafe")
+        leaves_by_file = [index.leaves for index in self._indexes]
+        leaves = np.concatenate(leaves_by_file, dtype=dtype, casting="unsafe")
         # Stable: the pieces of a leaf stay in the order of the files.
         order = np.argsort(leaves, kind="stable")
         begins = np.searchsorted(leaves[order], np.arange(self._num_leaves + 1))
@@ -273,39 +326,39 @@ class Pieces:
     ) -> MappedBoxes | None:
         """Returns mapped boxes of a leaf; None if they do not match pieces, or the files cannot be mapped."""
         pieces = self.of(leaf)
-        parts = _parts(boxes, pieces.cut, shape, dtype.itemsize)
-        if not parts or not all(part.is_whole for part in parts):
+        cut_parts = _cut_parts(boxes, pieces.cut, shape, dtype.itemsize)
+        if not cut_parts.parts or not cut_parts.are_whole:
             return None
         arrays = []
-        for part, box in zip(parts, boxes, strict=True):
+        for part, box in zip(cut_parts.parts, boxes, strict=True):
             file = self.files[int(pieces.files[part.piece])].mapped
             if file is None:
                 return None
             values = np.frombuffer(file, dtype, part.count, int(pieces.offsets[part.piece]))
-            arrays.append(values.reshape(_shape_of(box)))
+            arrays.append(values.reshape(shape_of(box)))
         return MappedBoxes(arrays)
 
     def _ranges(self, want: Want) -> Iterator[_FileRange]:
         """Yields the ranges of the files that fill the boxes of a leaf."""
         pieces = self.of(want.leaf)
         itemsize = want.out.boxes[0].itemsize
-        parts = _parts(want.boxes, pieces.cut, want.shape, itemsize)
-        if isinstance(want.out, Slab) and _is_one_range(want.out, pieces, parts):
-            first = parts[0].piece
+        cut_parts = _cut_parts(want.boxes, pieces.cut, want.shape, itemsize)
+        if isinstance(want.out, Slab) and _is_one_range(want.out, pieces, cut_parts):
+            first = cut_parts.parts[0].piece
             slab_range = Range(int(pieces.offsets[first]), want.out.bytes.nbytes, want.out.bytes.data)
             yield _FileRange(int(pieces.files[first]), slab_range)
             return
-        for part in parts:
+        for part in cut_parts.parts:
             offset = int(pieces.offsets[part.piece]) + part.start * itemsize
             yield _FileRange(int(pieces.files[part.piece]), _range(part, offset, itemsize, want.out))
 
 
-def _is_one_range(slab: Slab, pieces: LeafPieces, parts: Sequence[_PiecePart]) -> bool:
+def _is_one_range(slab: Slab, pieces: LeafPieces, cut_parts: _CutParts) -> bool:
     """Returns whether one range of a file fills a slab: the parts have the same spacing there as the boxes."""
     # A single part is one range in any case.
-    if len(parts) < 2 or not all(part.is_whole for part in parts):
+    if len(cut_parts.parts) < 2 or not cut_parts.are_whole:
         return False
-    rows = [part.piece for part in parts]
+    rows = [part.piece for part in cut_parts.parts]
     has_equal_spacing = (np.diff(pieces.offsets[rows]) == slab.stride).all()
     is_one_file = (pieces.files[rows] == pieces.files[rows[0]]).all()
     return bool(has_equal_spacing and is_one_file)
@@ -350,7 +403,14 @@ class _PiecePart:
     target: _Target | None = None  # of a direct read; None if the elements are copied
     shape: tuple[int, ...] = ()  # of the elements, if they are copied
     copies: tuple[_Copy, ...] = ()
-    is_whole: bool = False  # whether the part is a whole piece and box, and parts are in box order
+
+
+@dataclasses.dataclass(frozen=True)
+class _CutParts:
+    """The parts of a leaf's pieces that are read for some boxes."""
+
+    parts: tuple[_PiecePart, ...]
+    are_whole: bool  # whether each is a whole piece that is a whole box, in the order of the boxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,15 +428,13 @@ def _scatter(part: _PiecePart, boxes: Sequence[np.ndarray], view: memoryview) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(boxes: tuple[Limits, ...], cut: _Cut, shape: tuple[int, ...], itemsize: int) -> tuple[_PiecePart, ...]:
+def _cut_parts(boxes: tuple[Limits, ...], cut: _Cut, shape: tuple[int, ...], itemsize: int) -> _CutParts:
     """Returns the parts of a leaf's pieces that are read for some boxes; equal for all leaves that are cut alike."""
     pieces = cut.boxes()
     parts: list[_PiecePart] = []
     for piece, overlaps in _overlaps_by_piece(boxes, cut, pieces, shape).items():
         parts += _of_piece(piece, pieces[piece], boxes, overlaps, itemsize)
-    if _are_whole(parts, pieces, boxes):
-        return tuple(dataclasses.replace(part, is_whole=True) for part in parts)
-    return tuple(parts)
+    return _CutParts(tuple(parts), _are_whole(parts, pieces, boxes))
 
 
 def _overlaps_by_piece(
@@ -389,7 +447,10 @@ def _overlaps_by_piece(
     for number, box in enumerate(boxes):
         # What is beyond the leaf is padding, which no piece has.
         num_missing = _size_inside(box, shape)
-        for piece in _near(box, starts, stops):
+        near = _near(box, starts, stops)
+        if _overlap_within(box, starts[near], stops[near]):
+            raise ValueError(f"elements of a leaf of shape {shape} are in the files twice")
+        for piece in near:
             common = _common(pieces[piece], box)
             assert common is not None
             overlaps.setdefault(piece, []).append(_Overlap(number, common))
@@ -401,8 +462,21 @@ def _overlaps_by_piece(
 
 def _size_inside(box: Limits, shape: tuple[int, ...]) -> int:
     """Returns the number of elements of a box that are inside of the leaf."""
-    sizes = (max(0, min(stop, size) - start) for (start, stop), size in zip(box, shape, strict=True))
-    return math.prod(sizes)
+    count = 1
+    for (start, stop), size in zip(box, shape, strict=True):
+        count *= max(0, min(stop, size) - start)
+    return count
+
+
+def _overlap_within(box: Limits, starts: np.ndarray, stops: np.ndarray) -> bool:
+    """Returns whether some pieces, each of which overlaps a box, have an element of it in common.
+
+    Only inside of the box: a restore refuses what it would read wrongly, as it does for missing elements.
+    """
+    if len(starts) < 2:
+        return False
+    limits = np.array(box, np.int64).reshape(-1, 2)
+    return has_overlap(np.maximum(starts, limits[:, 0]), np.minimum(stops, limits[:, 1]))
 
 
 def _near(box: Limits, starts: np.ndarray, stops: np.ndarray) -> list[int]:
@@ -432,10 +506,18 @@ def _of_piece(
     """Returns the parts read of one piece; direct if each box's part is contiguous in both the piece and the box."""
     parts = _direct_parts(piece, box, boxes, overlaps)
     # A range of a file has one destination, so elements that several boxes need are read once and copied.
-    is_shared = any(part.start + part.count > following.start for part, following in itertools.pairwise(parts))
-    if len(parts) == len(overlaps) and not is_shared:
+    if len(parts) == len(overlaps) and not _share_elements(parts):
         return parts
     return _copied_parts(piece, box, boxes, overlaps, itemsize)
+
+
+def _share_elements(parts: Sequence[_PiecePart]) -> bool:
+    """Returns whether any two parts of a piece, in its order, have an element in common."""
+    for part, following in itertools.pairwise(parts):
+        end = part.start + part.count
+        if end > following.start:
+            return True
+    return False
 
 
 def _direct_parts(piece: int, box: Limits, boxes: Sequence[Limits], overlaps: Sequence[_Overlap]) -> list[_PiecePart]:
@@ -455,7 +537,8 @@ def _copied_parts(
 ) -> list[_PiecePart]:
     """Returns contiguous parts of a piece that contain all overlaps, with the copies that take these out of them."""
     parts = []
-    for tile in _tiles(box, _hull([overlap.limits for overlap in overlaps]), itemsize):
+    hull = _hull([overlap.limits for overlap in overlaps])
+    for tile in _tiles(box, hull, itemsize):
         start = _offset_in(box, tile)
         assert start is not None
         copies = []
@@ -463,7 +546,7 @@ def _copied_parts(
             common = _common(tile, overlap.limits)
             if common is not None:
                 copies.append(_Copy(overlap.box, _within(boxes[overlap.box], common), _within(tile, common)))
-        parts.append(_PiecePart(piece, start, size_of(tile), shape=_shape_of(tile), copies=tuple(copies)))
+        parts.append(_PiecePart(piece, start, size_of(tile), shape=shape_of(tile), copies=tuple(copies)))
     return parts
 
 
@@ -471,9 +554,8 @@ def _hull(boxes: Sequence[Limits]) -> Limits:
     """Returns the smallest box that contains some boxes."""
     hull = []
     for limits in zip(*boxes, strict=True):  # of all boxes along one dim
-        first = min(start for start, _ in limits)
-        last = max(stop for _, stop in limits)
-        hull.append((first, last))
+        starts, stops = zip(*limits, strict=True)
+        hull.append((min(starts), max(stops)))
     return tuple(hull)
 
 
@@ -539,14 +621,12 @@ def _common(a: Limits, b: Limits) -> Limits | None:
     return tuple(common)
 
 
-def _shape_of(box: Limits) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
 def _within(box: Limits, part: Limits) -> tuple[slice, ...]:
     """Returns a part of the leaf as slices of a box that contains it."""
-    limits = zip(box, part, strict=True)
-    return tuple(slice(start - box_start, stop - box_start) for (box_start, _), (start, stop) in limits)
+    index = []
+    for (box_start, _), (start, stop) in zip(box, part, strict=True):
+        index.append(slice(start - box_start, stop - box_start))
+    return tuple(index)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jshard.checkpoint.packed.layout import FileLayout, Limits, Piece, device_boxes, lay_out_files, size_of
+from jshard.checkpoint.packed.layout import FileLayout, Limits, Piece, device_boxes, lay_out_files, size_of, whole_box
 
 _LEAST_PART_BYTES = 256 << 10
 """A box that several processes hold is not cut into parts smaller than this."""
@@ -94,12 +93,13 @@ def plan_writes(
     shared_shards: list[tuple[LeafToWrite, _Shard]] = []
     for leaf in leaves:
         if leaf.sharding is None:
-            box = tuple((0, size) for size in leaf.shape)
+            box = whole_box(leaf.shape)
             assignment.assign(leaf, _Shard(box, box, (first,)), box, writer=first)
             continue
         shards = _shards_of(leaf.sharding, leaf.padded_shape, leaf.shape, num_processes)
         assignment.assign_unshared(leaf, shards)
-        shared_shards += [(leaf, shard) for shard in shards.shared]
+        for shard in shards.shared:
+            shared_shards.append((leaf, shard))
     # Large ones first: the small ones then even out what the large ones left uneven. The order is total, as all
     # processes must assign alike.
     shared_shards.sort(key=lambda pair: (-_num_bytes(*pair), pair[0].number, pair[1].box))
@@ -171,8 +171,7 @@ class _Assignment:
     def _add_piece(self, leaf: LeafToWrite, shard: _Shard, box: Limits) -> None:
         part = None
         if box != shard.padded_box:
-            starts = [start for start, _ in shard.padded_box]
-            part = tuple(slice(a - start, b - start) for (a, b), start in zip(box, starts, strict=True))
+            part = _within(shard.padded_box, box)
         self._pieces.append(Piece(leaf.number, leaf.path, jnp.dtype(leaf.dtype), box))
         self._sources[leaf.number, box] = PieceSource(leaf.number, shard.padded_box, part)
 
@@ -201,9 +200,9 @@ def _shards_of(
     num_elements = np.zeros(num_processes, np.int64)
     shared: list[_Shard] = []
     for padded_box, processes in processes_by_box.items():
-        box = tuple((start, min(stop, size)) for (start, stop), size in zip(padded_box, shape, strict=True))
-        if any(start >= stop for start, stop in box):
-            continue  # only padding
+        box = _without_padding(padded_box, shape)
+        if box is None:
+            continue
         shard = _Shard(box, padded_box, tuple(sorted(processes)))
         if len(processes) == 1:
             (process,) = processes
@@ -212,6 +211,24 @@ def _shards_of(
         else:
             shared.append(shard)
     return _ShardsOfArray(by_process, num_elements, shared)
+
+
+def _without_padding(padded_box: Limits, shape: Sequence[int]) -> Limits | None:
+    """Returns the part of a box that is in an array of this shape; None if all of it is padding."""
+    box = []
+    for (start, stop), size in zip(padded_box, shape, strict=True):
+        if start >= min(stop, size):
+            return None
+        box.append((start, min(stop, size)))
+    return tuple(box)
+
+
+def _within(padded_box: Limits, box: Limits) -> tuple[slice, ...]:
+    """Returns a box as an index of the values of a shard, which begin at the start of its padded box."""
+    index = []
+    for (shard_start, _), (start, stop) in zip(padded_box, box, strict=True):
+        index.append(slice(start - shard_start, stop - shard_start))
+    return tuple(index)
 
 
 def _num_bytes(leaf: LeafToWrite, shard: _Shard) -> int:
@@ -226,8 +243,13 @@ def _cut(box: Limits, num_parts: int) -> list[Limits]:
     start, stop = box[dim]
     size = stop - start
     num_parts = min(num_parts, size)
-    cuts = [start + size * number // num_parts for number in range(num_parts + 1)]
-    return [(*box[:dim], limit, *box[dim + 1 :]) for limit in itertools.pairwise(cuts)]
+    parts = []
+    for number in range(num_parts):
+        # The last part ends where the box does: rounding leaves no row out, and takes none twice.
+        part_start = start + size * number // num_parts
+        part_stop = start + size * (number + 1) // num_parts
+        parts.append((*box[:dim], (part_start, part_stop), *box[dim + 1 :]))
+    return parts
 
 
 def _first_dim_to_cut(box: Limits) -> int | None:

@@ -194,6 +194,7 @@ class FolderStore(SeriesStore[Path]):
     def set_aside(self, step: int) -> None:
         """See `SeriesStore`."""
         path = self.path(step)
+        # A step may be damaged more than once, and no file is ever overwritten.
         for number in itertools.count():
             suffix = f"-{number}" if number else ""
             aside = path.with_name(f"{step}.damaged{suffix}")
@@ -260,6 +261,7 @@ class BucketStore(SeriesStore[BucketPath]):
         names = [name for name in listing if name.startswith(f"{step}/")]
         # The name of a manifest that was set aside begins with that of a manifest.
         has_manifest = any(name.startswith(f"{step}/{_manifest.NAME}") for name in names)
+        # With a manifest it is complete, or was: a damaged checkpoint keeps its files.
         if names and not has_manifest:
             self.place.delete(names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 from jshard._parsing import checked
 from jshard._types import Json
@@ -23,6 +23,14 @@ WAITING = ("plan", "commit")  # in these a process may wait for a slow one
 _LATE = "late"  # stands for the time from the start of the first process to that of another
 
 
+class PhaseTime(NamedTuple):
+    """One run of a phase in one process."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessTimes:
     """A process in a save or a restore."""
@@ -31,17 +39,17 @@ class ProcessTimes:
     host: str
     num_bytes: int  # that it wrote or read
     began_s: float  # after the first process, as all seconds here
-    phases: tuple[tuple[str, float, float], ...]  # name, begin and end
+    phases: tuple[PhaseTime, ...]
 
     def phase_s(self, *names: str) -> float:
         """Returns the seconds during which one of these phases ran; phases of the same name may overlap."""
         # The union of the intervals: the sum would count overlapping ones twice.
-        intervals = sorted((start, end) for name, start, end in self.phases if name in names)
         total_s = 0.0
-        covered_until = float("-inf")
-        for start, end in intervals:
-            total_s += max(0.0, end - max(start, covered_until))
-            covered_until = max(covered_until, end)
+        covered_until_s = float("-inf")
+        for phase in sorted(self.phases, key=lambda phase: phase.begin_s):
+            if phase.name in names:
+                total_s += max(0.0, phase.end_s - max(phase.begin_s, covered_until_s))
+                covered_until_s = max(covered_until_s, phase.end_s)
         return total_s
 
 
@@ -76,7 +84,7 @@ class Timeline:
     @property
     def total_s(self) -> float:
         """Time from the start of the first process to the end of the last."""
-        return max((end for row in self.rows for _, _, end in row.phases), default=0.0)
+        return max((phase.end_s for phase in self._all_phases()), default=0.0)
 
     @property
     def num_bytes(self) -> int:
@@ -86,9 +94,14 @@ class Timeline:
     @property
     def phases(self) -> tuple[str, ...]:
         """The names of its phases, in the order of `PHASES`, then any others."""
-        names = {name for row in self.rows for name, _, _ in row.phases}
+        names = {phase.name for phase in self._all_phases()}
         known = [name for name in PHASES if name in names]
         return (*known, *sorted(names - set(PHASES)))
+
+    def _all_phases(self) -> Iterator[PhaseTime]:
+        """Yields the phases of all processes."""
+        for row in self.rows:
+            yield from row.phases
 
     @property
     def slowest(self) -> Slowest | None:
@@ -108,7 +121,9 @@ class Timeline:
     def _slow_processes(self, phase: str) -> Iterator[Slowest]:
         """Yields the processes that were much slower than the others in a phase."""
         least_excess_s = max(_LEAST_S, _LEAST_SHARE * self.total_s)
-        times_s = [row.began_s if phase == _LATE else row.phase_s(phase) for row in self.rows]
+        times_s = []
+        for row in self.rows:
+            times_s.append(row.began_s if phase == _LATE else row.phase_s(phase))
         sorted_s = sorted(times_s)
         for row, time_s in zip(self.rows, times_s, strict=True):
             median_s = _median_without(sorted_s, time_s)
@@ -182,21 +197,24 @@ _MOST_S = 1e11  # seconds, also of a moment: some thousand years; sums of larger
 def _timeline(record: Mapping[str, Json]) -> Timeline:
     """Returns the operation of a line; raises `ValueError` if it is not one."""
     timeline = _timeline_of(checked(record, _StoredOperation))
-    times_s = [timeline.began_at, timeline.blocked_s or 0.0]
-    for row in timeline.rows:
-        times_s += _times(row)
-    if not all(abs(time_s) < _MOST_S for time_s in times_s):
-        raise ValueError("it has a time of thousands of years")
+    for time_s in _times(timeline):
+        # Not `>= _MOST_S`, which is False for NaN.
+        if not abs(time_s) < _MOST_S:
+            raise ValueError("it has a time of thousands of years")
     if len(timeline.phases) > _MOST_PHASES:
         raise ValueError(f"it has {len(timeline.phases)} phases")
     return timeline
 
 
-def _times(row: ProcessTimes) -> Iterator[float]:
-    yield row.began_s
-    for _, begin_s, end_s in row.phases:
-        yield begin_s
-        yield end_s
+def _times(timeline: Timeline) -> Iterator[float]:
+    """Yields all times of an operation, in seconds."""
+    yield timeline.began_at
+    yield timeline.blocked_s or 0.0
+    for row in timeline.rows:
+        yield row.began_s
+        for phase in row.phases:
+            yield phase.begin_s
+            yield phase.end_s
 
 
 def _timeline_of(record: _StoredOperation) -> Timeline:
@@ -219,7 +237,10 @@ def _timeline_of(record: _StoredOperation) -> Timeline:
 
 
 def _row(row: ProcessReport, began_s: float) -> ProcessTimes:
-    phases = [(str(name), began_s + start, began_s + end) for name, start, end in row["phases"]]
+    phases: list[PhaseTime] = []
+    for name, begin_s, end_s in row["phases"]:
+        # Stored by the process's own start; here all are by that of the first process.
+        phases.append(PhaseTime(str(name), began_s + begin_s, began_s + end_s))
     return ProcessTimes(
         process=int(row["process"]),
         host=str(row["host"]),

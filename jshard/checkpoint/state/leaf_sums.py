@@ -52,8 +52,11 @@ def held_parts(leaf: jax.Array | np.ndarray, *, first: int = 0) -> list[tuple[np
     if is_local and jax.process_index() != first:
         return []
     if isinstance(leaf, jax.Array):
-        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-        return [(np.asarray(shard.data), tuple(shard.index)) for shard in shards]
+        parts: list[tuple[np.ndarray, Box]] = []
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0:
+                parts.append((np.asarray(shard.data), tuple(shard.index)))
+        return parts
     return [(leaf, (slice(None),) * leaf.ndim)]
 
 

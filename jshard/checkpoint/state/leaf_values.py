@@ -65,8 +65,16 @@ def storable(
 
 def _check_values_exist(leaves: Mapping[Path, object]) -> None:
     """Refuses arrays without values, and arrays of which this process holds no part, so that it cannot save them."""
-    arrays = {text(path): leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
-    deleted = [key for key, leaf in arrays.items() if leaf.is_deleted()]
+    deleted = []
+    elsewhere = []
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            continue
+        # A deleted array has no shards to look at.
+        if leaf.is_deleted():
+            deleted.append(text(path))
+        elif not leaf.addressable_shards:
+            elsewhere.append(text(path))
     if deleted:
         raise CheckpointError(
             f"The state cannot be saved: the values of {counted(len(deleted), 'leaf')} are gone.",
@@ -74,7 +82,6 @@ def _check_values_exist(leaves: Mapping[Path, object]) -> None:
             why="these arrays are deleted: a step that donates its arguments reuses their memory.",
             do="save what the step returns: state = step(state, batch), then save(path, state). Or save before it.",
         )
-    elsewhere = [key for key, leaf in arrays.items() if not leaf.addressable_shards]
     if elsewhere:
         arrays_elsewhere = counted(len(elsewhere), "array")
         raise CheckpointError(
@@ -152,15 +159,19 @@ def abstract(leaves: Mapping[Path, object]) -> dict[Path, object]:
 
     Arrays on no mesh, such as the random state of an abstract model, are replicated over the mesh of the others.
     """
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves.values()]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+    replicated: NamedSharding | None = None
+    for leaf in leaves.values():
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            replicated = NamedSharding(sharding.mesh, PartitionSpec())
+            break
     return {path: _abstract_leaf(leaf, replicated) for path, leaf in leaves.items()}
 
 
 def _abstract_leaf(leaf: object, replicated: NamedSharding | None) -> object:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
+    # An abstract array may have no sharding, but a read needs one.
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if replicated is not None and not isinstance(sharding, NamedSharding):
         sharding = replicated

@@ -6,9 +6,8 @@ variables, or any other pytree.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -20,6 +19,7 @@ from jshard.linen.boxes import is_padded
 from jshard.plans.padding import logical_shape, padding_of
 
 Path = tuple[str, ...]
+_Value = TypeVar("_Value")
 
 
 # ---- paths
@@ -32,6 +32,11 @@ _TABLE = str.maketrans(_ESCAPED)
 def text(path: Path) -> str:
     """Returns a path as shown and stored: `model/blocks/0/attention/qkv/kernel`."""
     return "/".join(escape(key) for key in path)
+
+
+def by_text(by_path: Mapping[Path, _Value]) -> dict[str, _Value]:
+    """Returns what belongs to leaves by their paths as text."""
+    return {text(path): value for path, value in by_path.items()}
 
 
 def escape(key: str) -> str:
@@ -98,16 +103,20 @@ def flat(tree: PyTree, path: str = "") -> dict[str, PyTree]:
 
 def flatten(state: PyTree) -> dict[Path, object]:
     """Returns every leaf of a state by its path; raises `CheckpointError` if two leaves have the same path."""
-    pairs = _all_leaves(state)
-    count = collections.Counter(path for path, _ in pairs)
-    if len(count) < len(pairs):
+    leaves: dict[Path, object] = {}
+    repeated: set[str] = set()
+    for path, leaf in _all_leaves(state):
+        if path in leaves:
+            repeated.add(text(path))
+        leaves[path] = leaf
+    if repeated:
         raise CheckpointError(
             "The state cannot be stored by path.",
-            where=sorted(text(path) for path in count if count[path] > 1),
+            where=sorted(repeated),
             why="two leaves have the same path: keys are stored as text.",
             do="rename one of them.",
         )
-    return dict(pairs)
+    return leaves
 
 
 def logical_shapes(state: PyTree) -> dict[Path, tuple[int, ...]]:
@@ -266,6 +275,7 @@ def _raw_value(variable: object) -> object:
 
 def unflatten_like(like: PyTree, leaves: Mapping[Path, object]) -> PyTree:
     """Inverts `flatten`: returns new objects of the types in `like`, with other leaves."""
+    # By the names in paths, as parts of a state were read; the keys of `like` may be numbers.
     filled = {name: _filled_part(value, name, leaves) for name, value in parts_of(like)}
     if _is_dict(like):
         return {key: filled[(name,)] for key, name in names_by_key(like).items()}

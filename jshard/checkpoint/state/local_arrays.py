@@ -35,6 +35,7 @@ def as_replicas(leaf: jax.Array, group: ProcessGroup) -> jax.Array:
     """Returns the copies of all processes as replicas of one array, without communication."""
     devices = first_devices()
     mesh = Mesh(np.array([devices[process] for process in group.members]), "process")
+    # A replica must be on the device that the mesh has of this process, and the copy may be on another one.
     copy = jax.device_put(leaf, devices[jax.process_index()])
     return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, PartitionSpec()), [copy])
 
@@ -56,7 +57,7 @@ def local_copies(leaves: Mapping[str, object], group: ProcessGroup) -> dict[str,
 
 def check_equal(copies_by_process: Sequence[Mapping[str, CopyFacts]], group: ProcessGroup) -> None:
     """Raises `CheckpointError` unless `local_copies` is the same on every process of a group."""
-    all_paths = {path for copies in copies_by_process for path in copies}
+    all_paths = set().union(*copies_by_process)  # one that only some processes have differs, too
     first_copies = copies_by_process[0]
     bad = []
     for path in sorted(all_paths):

@@ -132,6 +132,7 @@ def _are_keys(candidate: object, node: PyTree, children: tuple[PyTree, ...]) -> 
         return False
     if not all(isinstance(key, str | int) for key in candidate):
         return False
+    # Equal keys would give two children one path.
     if len(set(candidate)) != len(candidate):
         return False
     return all(_has_child(node, key, child) for key, child in zip(candidate, children, strict=True))

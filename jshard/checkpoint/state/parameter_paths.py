@@ -21,7 +21,12 @@ def parameter_paths(like: PyTree, paths: Mapping[str, object]) -> set[str]:
     tree_paths = {text(tree.path) for tree in _all_parameter_trees(like)}
     if "" in tree_paths:  # the state is a tree of parameters
         return set(paths)
-    return {path for path in paths if not tree_paths.isdisjoint(_with_paths_above(path))}
+    parameters: set[str] = set()
+    for path in paths:
+        is_in_tree = not tree_paths.isdisjoint(_with_paths_above(path))
+        if is_in_tree:
+            parameters.add(path)
+    return parameters
 
 
 def parameter_roots(like: PyTree) -> set[str]:
@@ -81,4 +86,8 @@ def _children(node: PyTree) -> list[tuple[str, PyTree]]:
         return list(zip(named.names, named.children, strict=True))
     # Everything below the node counts as a leaf, so these are its direct children.
     flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    return [(jax.tree_util.keystr(path, simple=True), child) for path, child in flat if path]
+    children: list[tuple[str, PyTree]] = []
+    for path, child in flat:
+        if path:  # a leaf has an empty path, to itself
+            children.append((jax.tree_util.keystr(path, simple=True), child))
+    return children

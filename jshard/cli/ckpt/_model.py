@@ -24,6 +24,7 @@ from jshard.cli._devices import num_devices, parse_mesh, simulate_devices
 from jshard.cli._recipe_request import stored_settings
 from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json
+from jshard.cli.ckpt._leaf_tree import num_bytes_of
 from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 from jshard.recipes.building import abstract_state
@@ -136,7 +137,7 @@ def other_model(
 def show_written(out: Path, manifest: Manifest, *, json: bool) -> None:
     """Prints one line on a checkpoint that was written, or the same as JSON."""
     num_leaves = len(manifest.leaves)
-    num_bytes = sum(leaf.nbytes for leaf in manifest.leaves.values())
+    num_bytes = num_bytes_of(manifest.leaves.values())
     if json:
         path = str(local_path(out))
         print(as_json({"path": path, "leaves": num_leaves, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))

@@ -59,7 +59,11 @@ def run(argv: Sequence[str]) -> int:
         print(as_json({"a": str(a), "b": str(b), "leaves": [dataclasses.asdict(leaf) for leaf in leaves]}))
     else:
         show(_report(a, b, leaves, args))
-    return 1 if any(leaf.kind != "equal" for leaf in leaves) else 0
+    return 1 if _differing(leaves) else 0
+
+
+def _differing(leaves: Sequence[LeafDiff]) -> Sequence[LeafDiff]:
+    return [leaf for leaf in leaves if leaf.kind != "equal"]
 
 
 def _num_bytes(checkpoint: Place) -> int:
@@ -68,7 +72,7 @@ def _num_bytes(checkpoint: Place) -> int:
 
 def _report(a: Place, b: Place, leaves: Sequence[LeafDiff], args: DiffArgs) -> Group:
     lines = [whole_line(f"a: {a}"), whole_line(f"b: {b}"), Text(_summary(leaves, args))]
-    listed = [leaf for leaf in leaves if args.all or leaf.kind != "equal"]
+    listed = leaves if args.all else _differing(leaves)
     if not listed:
         return Group(*lines)
     return Group(*lines, _table(listed))

@@ -21,6 +21,7 @@ from jshard.cli._arguments import parse
 from jshard.cli._output import remark
 from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json, progress
+from jshard.cli.ckpt._leaf_tree import num_bytes_of
 from jshard.cli.ckpt._model import Model, ModelArgs, other_model
 from jshard.errors import RunError, ShardingError
 from jshard.inspect.tables import show
@@ -81,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         names = model.names()
         source = _named(part_of(checkpoint, args.part, names=names), names, args)
-    num_bytes = sum(leaf.nbytes for leaf in source.leaves.values())
+    num_bytes = num_bytes_of(source.leaves.values())
     with progress("export", num_bytes) as note_written:
         files = _write(args, source, checkpoint, model, note_written)
     if args.json:
@@ -119,7 +120,11 @@ def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Value]:
     # The same prefix as that of the arrays, see `part_of`.
     prefix = f"{part.strip('/')}/" if part else ""
     values = checkpoint.values()
-    return {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
+    below = {}
+    for path, value in values.items():
+        if path.startswith(prefix):
+            below[path.removeprefix(prefix)] = value
+    return below
 
 
 # Whose names the arrays get.
@@ -174,7 +179,8 @@ def _model_of_run(folder: Path, args: ExportArgs, argv: Sequence[str]) -> Model:
 
 def _named(part: Part, names: Names, args: ExportArgs) -> ForeignSource:
     """Returns the arrays under another library's names, after checks that these are all."""
-    missing = ["/".join(filter(None, (args.part, path))) for path in names if path not in part.leaves]
+    prefix = f"{args.part}/" if args.part else ""
+    missing = [f"{prefix}{path}" for path in names if path not in part.leaves]
     if missing:
         raise other_model(args, args.path, count=len(names), singular="is missing", plural="are missing", lines=missing)
     if part.left_over and args.extra == "error":
@@ -192,7 +198,7 @@ def _named(part: Part, names: Names, args: ExportArgs) -> ForeignSource:
 
 def _check_good(checkpoint: Opened) -> None:
     """Verifies the sums of all values: the exported files have none, so damage would be silent there."""
-    num_bytes = sum(leaf.nbytes for leaf in checkpoint.arrays.values())
+    num_bytes = num_bytes_of(checkpoint.arrays.values())
     with progress("verify", num_bytes) as note_read:
         verdict = verify(checkpoint.path, on_read=note_read)
     if verdict.is_good:

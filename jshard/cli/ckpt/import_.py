@@ -20,6 +20,7 @@ from jshard.checkpoint.reshard import import_leaves
 from jshard.cli._arguments import parse
 from jshard.cli._output import remark
 from jshard.cli.ckpt import progress
+from jshard.cli.ckpt._leaf_tree import num_bytes_of
 from jshard.cli.ckpt._model import Model, ModelArgs, cpu_mesh, other_model, show_written
 
 _MOST_NAMES = 3  # of the arrays that are left out
@@ -51,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     model = args.requested_model(args.path)
     mesh = cpu_mesh(args.mesh)
     checkpoint = _opened(args) if model is None else _opened_as(model, args)  # values are read while it is written
-    num_bytes = sum(leaf.nbytes for leaf in checkpoint.arrays.values())
+    num_bytes = num_bytes_of(checkpoint.arrays.values())
     with progress("import", num_bytes) as note_written:
         manifest = import_leaves(checkpoint, local_path(args.out), mesh, on_written=note_written)
     show_written(args.out, manifest, json=args.json)
@@ -103,10 +104,13 @@ def _opened_as(model: Model, args: ImportArgs) -> Opened:
 
 def _check_model(named: NamedSource, args: ImportArgs) -> None:
     """Checks that the checkpoint has all that the model needs, and, unless that is ignored, nothing else."""
-    lines = [f"{path}  {', '.join(names)} is not there" for path, names in named.absent.items()]
+    lines = []
+    for path, names in named.absent.items():
+        lines.append(f"{path}  {', '.join(names)} is not there")
     extra = ""
     if args.extra == "error":
-        lines += [f"{name}  has no counterpart in the model" for name in named.unused]
+        for name in named.unused:
+            lines.append(f"{name}  has no counterpart in the model")
         if not named.absent:
             extra = ";\n--extra ignore  # leaves them out: another model is then imported"
     if lines:

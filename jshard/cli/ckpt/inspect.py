@@ -72,7 +72,8 @@ def _requested_leaves(opened: Opened, args: InspectArgs) -> dict[str, StoredLeaf
     leaves = opened.described()
     prefix = args.below.rstrip("/")
     if prefix:
-        leaves = {path: leaf for path, leaf in leaves.items() if path == prefix or path.startswith(f"{prefix}/")}
+        # By whole keys: `blocks/1` is not above `blocks/10`.
+        leaves = {path: leaf for path, leaf in leaves.items() if f"{path}/".startswith(f"{prefix}/")}
     if not leaves:
         first_keys = sorted({printable(path.split("/")[0]) for path in opened.leaves})
         raise ShardingError(
@@ -90,7 +91,10 @@ def _to_dict(opened: Opened, leaves: Mapping[str, StoredLeaf]) -> dict[str, obje
         # Without leaves and files, of which there may be thousands; the requested leaves follow.
         values |= dataclasses.asdict(dataclasses.replace(opened.manifest, leaves={}, files={}))
     values["is_sealed"] = opened.manifest is not None
-    values["leaves"] = {path: dataclasses.asdict(leaf) | {"bytes": leaf.nbytes} for path, leaf in leaves.items()}
+    described = {}
+    for path, leaf in leaves.items():
+        described[path] = dataclasses.asdict(leaf) | {"bytes": leaf.nbytes}
+    values["leaves"] = described
     return values
 
 

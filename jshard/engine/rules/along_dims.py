@@ -11,7 +11,12 @@ from jshard.engine.rules.values import Value, type_of
 
 # ---- scans, sorts, joins
 
+_NO_PADDING = (0, 0, 0)
+"""Low, high and interior padding of a dim that stays as it is."""
 
+
+# The first group is linear: each element of its results is an element of an operand, a padding value, or a sum of
+# elements. Of a product, a largest or a sorted element that does not hold.
 @rule("cumsum", "split", "rev", "tile", "pad", linear=IN_ALL)
 @rule("cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k", "fft")
 def along_dims(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -26,26 +31,28 @@ def acts_along(eqn: JaxprEqn) -> Sequence[int]:
     ndim = type_of(eqn.invars[0]).ndim
     match eqn.primitive.name:
         case "fft":
-            return range(ndim - len(params["fft_lengths"]), ndim)
+            num_transformed = len(params["fft_lengths"])
+            return range(ndim - num_transformed, ndim)
         case "rev":
             return params["dimensions"]
         case "tile":
             return [d for d, num_copies in enumerate(params["reps"]) if num_copies != 1]
-        case "pad":  # each dim has low, high and interior padding
-            return [d for d, config in enumerate(params["padding_config"]) if tuple(config) != (0, 0, 0)]
+        case "pad":
+            return [d for d, padding in enumerate(params["padding_config"]) if tuple(padding) != _NO_PADDING]
         case "sort" | "concatenate":
-            return [params["dimension"] % ndim]
+            dim = params["dimension"]
         case "approx_top_k":
-            return [params["reduction_dimension"] % ndim]
+            dim = params["reduction_dimension"]
         case _:
-            return [params["axis"] % ndim]
+            dim = params["axis"]
+    return [dim % ndim]
 
 
 @inverse_rule("cumsum", "cumprod", "cummax", "cummin", "split", "rev", "tile", "concatenate")
 @inverse_rule("sort", is_costly=True)
 def _along_dims_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim: int) -> Sequence[int] | None:
     if dim in acts_along(eqn):
-        return None
+        return None  # a shard of the operands does not have what a shard of the result is computed from
     return [dim] * len(operands)
 
 
@@ -59,6 +66,7 @@ def _pad_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim:
 def concatenate(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Joins shards like `along_dims`, and notes which columns of a table of indices count."""
     results = along_dims(p, eqn, operands)
+    # Noted on the result itself: what is joined on a shard is no longer known without data, and has no equation to ask.
     if results is not None:
         results[0].index_dims = concatenated_index_dims(eqn, operands)
     return results
@@ -101,10 +109,10 @@ _VECTOR_OPERANDS = {
 def linear_algebra(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Splits leading dims, over which it is batched: those that all operands and results have."""
     dim = split_dim(operands)
-    vectors = _VECTOR_OPERANDS.get(eqn.primitive.name, ())
+    vector_positions = _VECTOR_OPERANDS.get(eqn.primitive.name, ())
     for position, atom in enumerate(eqn.invars):
-        num_own_dims = 1 if position in vectors else 2
-        num_batch_dims = type_of(atom).ndim - num_own_dims
+        num_matrix_dims = 1 if position in vector_positions else 2
+        num_batch_dims = type_of(atom).ndim - num_matrix_dims
         if dim >= num_batch_dims:
-            return None
+            return None  # a part of a matrix has not the decomposition of the matrix
     return same(p, eqn, split_all(p, operands, dim), dim)

@@ -1,10 +1,11 @@
 """What rules are built of: steps that several of them share."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jshard.engine.rules.registry import Partitioner
@@ -33,6 +34,7 @@ def traced(p: Partitioner, run: Callable[..., list[Value]], *xs: jax.Array) -> t
     states: list[State] = []
 
     def run_on_arrays(*xs: jax.Array) -> list[jax.Array]:
+        # What is gathered inside is a tracer of this function, and must not be found by a reader outside of it.
         with p.own_trace():
             values = run(*xs)
         # Replaced, not extended: JAX may trace the function again.
@@ -60,6 +62,7 @@ def shared_dim(left: Value, right: Value, left_dims: Sequence[int], right_dims: 
     Returns:
         A position in both lists of dims.
     """
+    # The left operand first: if both are split along such dims, along different ones, the right operand moves.
     if left.is_split and left.dim in left_dims:
         return tuple(left_dims).index(left.dim)
     if right.is_split and right.dim in right_dims:
@@ -80,9 +83,14 @@ def find_free_dim(p: Partitioner, shape: Sequence[int], taken: Collection[int]) 
     return None
 
 
-def view_of_program(p: Partitioner, value: Value) -> jax.ShapeDtypeStruct:
-    """Returns the type that a value has for a program in global view: whole over the partitioner's axes."""
-    return jax.ShapeDtypeStruct(p.full_shape(value), value.x.dtype)
+def run_in_global_view(
+    p: Partitioner, function: Callable[..., Sequence[jax.Array]], operands: list[Value]
+) -> list[Value]:
+    """Runs a function of arrays on shards: it is traced in global view, and its program is partitioned."""
+    # In global view, a value is whole over the partitioner's axes.
+    global_types = [jax.ShapeDtypeStruct(p.full_shape(v), v.x.dtype) for v in operands]
+    program = jax.make_jaxpr(function)(*global_types)
+    return p.run(program.jaxpr, program.consts, operands)
 
 
 def split_all(p: Partitioner, operands: Sequence[Value], dim: int) -> list[Value]:
@@ -90,10 +98,50 @@ def split_all(p: Partitioner, operands: Sequence[Value], dim: int) -> list[Value
     return [p.split(v, dim) if v.ndim else p.whole(v) for v in operands]
 
 
+def whole_all(p: Partitioner, values: Iterable[Value]) -> list[Value]:
+    """Returns values, whole on every shard."""
+    return [p.whole(v) for v in values]
+
+
+def convert_all(p: Partitioner, values: Sequence[Value], states: Sequence[State]) -> list[Value]:
+    """Returns values, each converted to its state."""
+    return [p.in_state(v, state) for v, state in zip(values, states, strict=True)]
+
+
+def materialize_all(p: Partitioner, values: Iterable[Value]) -> list[Value]:
+    """Returns values as arrays that leave their trace: see `data_free.materialize`."""
+    return [p.materialize(v) for v in values]
+
+
+def for_inner_trace_all(p: Partitioner, values: Iterable[Value]) -> list[Value]:
+    """Returns values for an inner trace: see `Partitioner.for_inner_trace`."""
+    return [p.for_inner_trace(v) for v in values]
+
+
+def behind_barrier(values: Sequence[Value], positions: Collection[int]) -> list[Value]:
+    """Returns the values, those at the positions behind one barrier; the others pass by."""
+    arrays = {i: values[i].x for i in positions}
+    result = list(values)
+    # Without its equation: a shard that is computed again from it would not be behind the barrier.
+    for i, x in lax.optimization_barrier(arrays).items():
+        result[i] = result[i].with_array(x)
+    return result
+
+
+def remaining_dims(ndim: int, removed: Collection[int]) -> list[int]:
+    """Returns the dims of an array other than those removed, in order: a result has them as its dims 0, 1, ..."""
+    return [d for d in range(ndim) if d not in removed]
+
+
+def dim_after_removal(removed: Sequence[int], dim: int) -> int:
+    """Returns which dim of a result a dim of the operand is, once others are removed."""
+    return dim - sum(d < dim for d in removed)
+
+
 def shard_shape(p: Partitioner, shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """Returns the shape of a shard of an array that is split along a dim."""
     local = list(shape)
-    local[dim] //= p.degree
+    local[dim] //= p.degree  # without a rest: a dim is split only if its size divides
     return tuple(local)
 
 
@@ -122,11 +170,12 @@ def run_on_free_dim(
     # Operands may be split along different dims. From here on, all are split along one.
     dim_to_run = dim
     if dim in taken:
+        # By the sizes in global view: those of a shard are smaller along the dim that is split now.
         other_dim = find_free_dim(p, type_of(eqn.invars[0]).shape, taken)
         if other_dim is None:
             return None  # no other dim divides: the operands are gathered
         dim_to_run = other_dim
-    operands = [p.split(v, dim_to_run) if v.ndim else v for v in operands]
+    operands = split_all(p, operands, dim_to_run)
     if run is None:
         run = functools.partial(same, p, eqn, state=dim_to_run)
     results = run(operands)

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jshard.engine.rules.building_blocks import traced
+from jshard.engine.rules.building_blocks import behind_barrier, materialize_all, traced
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
 from jshard.engine.rules.values import Value, arrays_of, in_states, with_arrays
 
@@ -59,14 +58,16 @@ def operands(eqn: JaxprEqn, all_operands: Sequence[Operand]) -> list[Operand]:
     return [*consts, *right_hand_side]
 
 
+# Stored shards are passed on unread: the program inside may hold units, which gather them when they are due.
 @rule(*CALLS, operands=OperandStates.ANY_OR_STORED)
 def call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs the program in place. Rules for derivatives have done their work: those were taken in global view."""
     if eqn.primitive.name == "remat2":
-        values = _behind_barrier(p, eqn, values)
+        values = _operands_behind_barrier(p, eqn, values)
     # What flows to gradients alone inside the call may stay partial inside, too.
     gradients = [i for i, variable in enumerate(eqn.outvars) if p.is_for_gradients(variable)]
     scope = eqn.params.get("name")
+    # Some primitives have no name, or one that is no text.
     if not isinstance(scope, str):
         scope = eqn.primitive.name
     # Under the call's name, as JAX would lower it: profiles and audits of a model read these names.
@@ -74,33 +75,34 @@ def call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         return p.run(*program(eqn), operands(eqn, values), gradients=gradients)
 
 
-def _behind_barrier(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+def _operands_behind_barrier(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Puts operands of a remat in a backward pass behind a barrier, or XLA would reuse forward's computation."""
-    prevents = eqn.params["prevent_cse"]
+    prevents = eqn.params["prevent_cse"]  # for all operands, or for each of them
     if isinstance(prevents, bool):
         prevents = (prevents,) * len(values)
     if not (eqn.params["differentiated"] and any(prevents)):
         return values
+    # What is costly to compute twice, such as random bits, becomes an array, and is tied like one.
     values = [v if v.is_stored else p.for_inner_trace(v) for v in values]
     # Stored shards pass by: nothing computes with one before it is gathered, inside. So does what is known without
     # data, as it is cheap to compute twice.
-    tied = [i for i, v in enumerate(values) if prevents[i] and not v.is_stored and not v.is_data_free]
-    arrays = lax.optimization_barrier([values[i].x for i in tied])
-    for i, x in zip(tied, arrays, strict=True):
-        values[i] = values[i].with_array(x)
-    return values
+    tied_positions = []
+    for i, value in enumerate(values):
+        passes_by = value.is_stored or value.is_data_free
+        if prevents[i] and not passes_by:
+            tied_positions.append(i)
+    return behind_barrier(values, tied_positions)
 
 
 @rule("compute_on", "xla_metadata_call", operands=OperandStates.ANY)
 def annotated_call(p: Partitioner, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Makes the same annotation around the program on a shard."""
     # The annotated program is traced on its own: values cross into it and out of it as arrays.
-    values = [p.materialize(v) for v in values]
+    values = materialize_all(p, values)
     arrays = arrays_of(values)
 
     def run_on_shard(*xs: jax.Array) -> list[Value]:
-        results = p.run(*program(eqn), with_arrays(values, xs))
-        return [p.materialize(v) for v in results]
+        return materialize_all(p, p.run(*program(eqn), with_arrays(values, xs)))
 
     jaxpr, states = traced(p, run_on_shard, *arrays)
     return in_states(p.bind(eqn, arrays, jaxpr=jaxpr), states)

@@ -54,6 +54,7 @@ def _is_costly(provenance: Provenance | None, results: dict[Value, bool]) -> boo
     entry = record_of(provenance.eqn).data_free
     if entry is not None and entry.is_costly:
         return True
+    # What is computed from costly values is costly itself: to repeat it in another trace is to repeat them.
     return any(is_costly(v, results) for v in provenance.operands)
 
 
@@ -89,6 +90,7 @@ def materialize(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value
     for state in value.conversions:
         if isinstance(state, int) and state not in skip:
             return p.split(value, state)
+    # By its size: nothing else says that a constant has a dim for the examples.
     for dim, size in enumerate(value.shape):
         if dim not in skip and size in p.batch_sizes and p.divides(size):
             return p.split(value, dim)
@@ -101,6 +103,7 @@ def shard_of(p: Partitioner, value: Value, dim: int) -> jax.Array | None:
     assert provenance is not None
     entry = record_of(provenance.eqn).data_free
     assert entry is not None
+    # Under the name and the line of the equation that made the value, and not of the one that reads its shard.
     with _compat.running(provenance.eqn):
         if entry.compute_shard is not None:
             return entry.compute_shard(p, value, dim)
@@ -117,6 +120,7 @@ def _apply_rule(
     """Computes a shard of a result from split operands, by the rule of the primitive."""
     pairs = list(zip(provenance.operands, operand_dims, strict=True))
     split_sizes = [v.shape[d] for v, d in pairs if d is not None]
+    # A rule runs on split operands: without any, its result is not split either.
     if not split_sizes or not all(map(p.divides, split_sizes)):
         return None
     # Each operand is split in the same way, back to the sources. One that is not known without data is cut.
@@ -127,6 +131,7 @@ def _apply_rule(
     if results is None:
         return None
     result = results[provenance.index]
+    # The inverse proposes a split of the operands, and the rule decides what comes of it.
     if result.state != dim:
         return None  # the rule found another way to run, and this value would have to move
     return result.x
@@ -139,6 +144,7 @@ def _apply_rule(
 def _iota_shard(p: Partitioner, value: Value, dim: int) -> jax.Array:
     assert value.provenance is not None
     counted_dim = value.provenance.eqn.params["dimension"]
+    # The shape of one shard: no array as large as the whole is made, not even to be sliced.
     shape = list(value.shape)
     shape[dim] //= p.degree
     if dim != counted_dim:
@@ -156,6 +162,7 @@ def _iota_index_dim(eqn: JaxprEqn, operands: Sequence[Value]) -> int:
 @data_free_source("iota_2x32_shape")
 def _iota_2x32_shard(p: Partitioner, value: Value, dim: int) -> jax.Array:
     assert value.provenance is not None
+    # Positions in the whole array, not in the shard: random bits are a function of them, and equal those of one device.
     shape = list(value.shape)
     shape[dim] //= p.degree
     words = positions(shape, value.shape, dim, p.shard * shape[dim])
@@ -178,6 +185,7 @@ def positions(
     """
     high = jnp.zeros(shape, jnp.uint32)
     low = jnp.zeros(shape, jnp.uint32)
+    # Most arrays have fewer elements: their positions fit into one word, and the other is 0.
     needs_high = math.prod(whole_shape) > 2**32
     for i in range(len(shape)):
         stride = math.prod(whole_shape[i + 1 :])

@@ -1,6 +1,6 @@
 """What a program does besides computing: constraints on sharding, memories, barriers, callbacks."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
+from jshard.engine.rules.building_blocks import behind_barrier, for_inner_trace_all, whole_all
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
-from jshard.engine.rules.values import Value, array_bytes, type_of
+from jshard.engine.rules.values import Value, array_bytes, arrays_of, type_of
 from jshard.errors import CallError
 from jshard.plans.model_axes import axes_of
 
@@ -53,7 +54,7 @@ def _placed(value: Value, target: object, free_dims: Collection[int] = ()) -> Va
         if is_on_host != _compat.on_host(x):
             x = jax.device_put(x, memory)
     if x is value.x:
-        return value
+        return value  # the same one, with its conversions: what it was converted to need not be sent again
     return value.with_array(x)
 
 
@@ -62,6 +63,7 @@ def _spec_over_axes(spec: P, ndim: int, axes: Collection[str], free_dims: Collec
     dims: list[Any] = [*spec, *[None] * (ndim - len(spec))]
     for i, dim in enumerate(dims):
         if i in free_dims or dim is P.UNCONSTRAINED:
+            # Not None, which would gather what the compiler has split.
             dims[i] = P.UNCONSTRAINED
             continue
         axes_left = tuple(axis for axis in axes_of(dim) if axis in axes)
@@ -87,12 +89,9 @@ def optimization_barrier(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -
     """Ties the arrays of a shard; all states stay. What is known without data need not wait."""
     # What is tied loses its equation: it could no longer be split without being computed whole. So what is cheap passes
     # by, and what is costly, such as random bits, is made an array.
-    values = [p.for_inner_trace(v) for v in operands]
+    values = for_inner_trace_all(p, operands)
     tied_positions = [i for i, v in enumerate(values) if not v.is_data_free]
-    tied = lax.optimization_barrier([values[i].x for i in tied_positions])
-    for i, x in zip(tied_positions, tied, strict=True):
-        values[i] = values[i].with_array(x)
-    return values
+    return behind_barrier(values, tied_positions)
 
 
 # ---- what is done once: on the first shard, for all
@@ -108,7 +107,8 @@ def callback(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value
             why=f"the model runs on {p.degree} data shards, and JAX orders debug callbacks on one device only.",
             do="jax.experimental.io_callback(f, None, x, ordered=True)  # or ordered=False",
         )
-    arrays = [p.whole(v).x for v in operands]
+    # Gathered before the branch: inside of it the other shards would not take part in the collectives.
+    arrays = arrays_of(whole_all(p, operands))
 
     def call(*xs: jax.Array) -> list[jax.Array]:
         return p.bind(eqn, xs)
@@ -120,9 +120,10 @@ def callback(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value
             zeros.append(jnp.zeros(result_type.shape, result_type.dtype))
         return zeros
 
-    # The other shards skip the call: its effects happen once, as on one device.
+    # The other shards skip the call: its effects happen once, as on one device. Their zeros are of its types,
+    # and are dropped below.
     results = lax.cond(p.shard == 0, call, call_nothing, *arrays)
-    return [_of_first_shard(p, eqn, x) for x in results]
+    return _of_first_shard(p, eqn, results)
 
 
 def _is_ordered(eqn: JaxprEqn) -> bool:
@@ -133,12 +134,15 @@ def _is_ordered(eqn: JaxprEqn) -> bool:
 @rule("rng_uniform", operands=OperandStates.ANY)
 def rng_uniform(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Draws from the device's own generator: every shard gets the numbers of the first one."""
-    arrays = p.bind(eqn, [p.whole(v).x for v in operands])
-    return [_of_first_shard(p, eqn, x) for x in arrays]
+    return _of_first_shard(p, eqn, p.bind(eqn, arrays_of(whole_all(p, operands))))
 
 
-def _of_first_shard(p: Partitioner, eqn: JaxprEqn, x: jax.Array) -> Value:
+def _of_first_shard(p: Partitioner, eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> list[Value]:
     """Returns what the first shard has, on every shard."""
     # Gathered, not summed with zeros: a result of any dtype, such as a bool, can be gathered.
-    with p.sends("move", eqn, array_bytes(x) * p.degree):
-        return Value(p.gather(x[None], 0)[0])
+    results = []
+    for x in arrays:
+        with p.sends("move", eqn, array_bytes(x) * p.degree):
+            of_all_shards = p.gather(x[None], 0)
+            results.append(Value(of_all_shards[0]))
+    return results

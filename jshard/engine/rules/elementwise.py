@@ -30,10 +30,11 @@ def elementwise(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     dim = split_dim(operands)
     result_size = type_of(eqn.outvars[0]).shape[dim]
     sizes = [p.full_shape(v)[dim] if v.ndim else 1 for v in operands]
-    if any(size not in (1, result_size) for size in sizes):
+    if not {1, result_size}.issuperset(sizes):
         return None  # not one element of the operand for each of the result
     local_operands = []
     for value, size in zip(operands, sizes, strict=True):
+        # By its size, and not by its state: what is broadcast has no part for each shard.
         if size == 1:
             local_operands.append(p.whole(value))
         else:
@@ -51,7 +52,7 @@ def bitcast(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
     dim = split_dim(operands)
     last_dim = max(old_ndim, new_ndim) - 1
     if dim == last_dim:
-        return None
+        return None  # the parts of one number would be on several shards
     return same(p, eqn, [p.split(value, dim)], dim)
 
 
@@ -74,6 +75,8 @@ def _operand_dims(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim:
 
 def _enter(names: str, function: Rule = elementwise, *, linear: Linear | None = None, is_costly: bool = False) -> None:
     """Enters elementwise primitives into the registry."""
+    # A partial operand beside a split one is needed as a shard only: `p.split` makes it by a reduce-scatter, where the
+    # partitioner would take an all-reduce before.
     enter_rule = rule(*names.split(), operands=OperandStates.PARTIAL_BESIDE_SPLIT, linear=linear, is_elementwise=True)
     enter_rule(function)
     enter_operand_dims = inverse_rule(*names.split(), is_costly=is_costly)
@@ -95,10 +98,11 @@ _enter(
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
     """
 )
-_enter("erf_inv threefry2x32", is_costly=True)
+_enter("erf_inv threefry2x32", is_costly=True)  # random bits, and what makes normal numbers of them
 _enter("add add_any complex sub", linear=IN_ALL)
 _enter("conj convert_element_type copy imag name neg real stop_gradient", linear=IN_ALL)
 _enter("mul", linear=IN_EITHER)
+# In the numerator alone: 1 / (x + y) is no sum.
 _enter("div", linear=Linear(slice(1), condition=_is_of_floats))
 _enter("select_n", linear=Linear(slice(1, None)))  # operand 0 is the predicate
 _enter("bitcast_convert_type", bitcast)

@@ -52,6 +52,7 @@ def concatenated_index_dims(eqn: JaxprEqn, operands: Sequence[Value]) -> dict[in
     for atom, operand in zip(eqn.invars, operands, strict=True):
         num_columns = type_of(atom).shape[last_dim]
         dim = index_dim_of(operand)
+        # Shards are split along other dims than that of the columns: to count along it says nothing of them.
         if dim is not None and dim != last_dim:
             for column in range(num_columns):
                 index_dims[first_column + column] = dim

@@ -10,7 +10,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jshard.engine.rules.building_blocks import can_be_partial, run_on_free_dim, same, shared_dim
+from jshard.engine.rules.building_blocks import (
+    can_be_partial,
+    remaining_dims,
+    run_on_free_dim,
+    same,
+    shared_dim,
+    whole_all,
+)
 from jshard.engine.rules.index_dims import index_dims_of
 from jshard.engine.rules.registry import IN_ALL, IN_FIRST, Linear, Partitioner, inverse_rule, rule
 from jshard.engine.rules.values import PARTIAL, Value, type_of
@@ -35,7 +42,11 @@ def slice_(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
     starts = eqn.params["start_indices"]
     limits = eqn.params["limit_indices"]
     strides = eqn.params["strides"] or [1] * len(shape)
-    taken = [d for d, size in enumerate(shape) if (starts[d], limits[d], strides[d]) != (0, size, 1)]
+    taken = []
+    for dim, size in enumerate(shape):
+        is_taken_whole = (starts[dim], limits[dim], strides[dim]) == (0, size, 1)
+        if not is_taken_whole:
+            taken.append(dim)
 
     # One row is small. To make it partial sends nothing, and its sum is taken where it is read: less than splitting
     # the whole array along another dim, as below.
@@ -51,7 +62,8 @@ def slice_(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
         return [_one_row(p, Value(all_rows, dim), starts[dim])]
 
     def run(operands: list[Value]) -> list[Value]:
-        # The dim that is split now is taken whole, and a shard has fewer elements along it.
+        # The dim that is split now is taken whole, and a shard has fewer elements along it. Its start is 0 and its
+        # stride 1 already, or it would be one of those taken.
         (local,) = operands
         local_limits = _with_item(limits, local.dim, local.shape[local.dim])
         return same(p, eqn, operands, local.dim, limit_indices=tuple(local_limits))
@@ -87,12 +99,12 @@ def dynamic_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
     """Slices each shard, along dims that are not split. One row of the split dim is a sum: see `_one_row`."""
     value = operands[0]
     # Each shard slices at the same place.
-    starts = [p.whole(v) for v in operands[1:]]
+    starts = whole_all(p, operands[1:])
     if not value.is_split:
         return None  # only a start was, which is whole now
     shape = type_of(eqn.invars[0]).shape
     sizes = eqn.params["slice_sizes"]
-    taken = [d for d, size in enumerate(shape) if sizes[d] != size]
+    taken = _dims_taken_in_part(shape, sizes)
 
     def slice_other_dims(value: Value) -> Value:
         local_sizes = _with_item(sizes, value.dim, value.shape[value.dim])
@@ -104,9 +116,15 @@ def dynamic_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
         if start.dtype.itemsize < 4:
             start = start.astype(jnp.int32)  # 8 bits cannot hold every size
         all_rows = slice_other_dims(value)
-        row = jnp.clip(start, 0, shape[dim] - 1).astype(jnp.int32)  # JAX clamps what is out of bounds
+        last_row = shape[dim] - 1
+        row = jnp.clip(start, 0, last_row).astype(jnp.int32)  # JAX clamps what is out of bounds
         return [_one_row(p, all_rows, row)]
     return run_on_free_dim(p, eqn, [value], taken, lambda operands: [slice_other_dims(operands[0])])
+
+
+def _dims_taken_in_part(shape: Sequence[int], slice_sizes: Sequence[int]) -> list[int]:
+    """Returns the dims of an array that a slice does not take whole: along these, a shard has not what it takes."""
+    return [d for d, size in enumerate(shape) if slice_sizes[d] != size]
 
 
 def _local_starts(starts: Sequence[Value], split_dim: int) -> list[jax.Array]:
@@ -118,19 +136,20 @@ def _local_starts(starts: Sequence[Value], split_dim: int) -> list[jax.Array]:
 def dynamic_update_slice(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Writes into each shard, along dims that are not split: the split dim is written whole."""
     target, update = operands[:2]
-    starts = [p.whole(v) for v in operands[2:]]
+    starts = whole_all(p, operands[2:])  # as of a slice: all shards write at the same place
     if not target.is_split and not update.is_split:
-        return None
+        return None  # only a start was, which is whole now
     target_shape = type_of(eqn.invars[0]).shape
     update_shape = type_of(eqn.invars[1]).shape
-    taken = [d for d, size in enumerate(target_shape) if update_shape[d] != size]
+    taken = _dims_taken_in_part(target_shape, update_shape)
     if not target.is_split and update.dim in taken:
         return None  # only what is written is split, along a dim of which the target has more
 
     def run(operands: list[Value]) -> list[Value]:
         local_target, local_update = operands
         dim = local_target.dim
-        return [Value(lax.dynamic_update_slice(local_target.x, local_update.x, _local_starts(starts, dim)), dim)]
+        x = lax.dynamic_update_slice(local_target.x, local_update.x, _local_starts(starts, dim))
+        return [Value(x, dim)]
 
     return run_on_free_dim(p, eqn, [target, update], taken, run)
 
@@ -162,7 +181,7 @@ def gather(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
 def _index_dims_of_result(eqn: JaxprEqn) -> list[int]:
     """Returns the dims of a gather's result that are those of the indices, but the last: these, in order."""
     offset_dims = eqn.params["dimension_numbers"].offset_dims
-    return [d for d in range(type_of(eqn.outvars[0]).ndim) if d not in offset_dims]
+    return remaining_dims(type_of(eqn.outvars[0]).ndim, removed=offset_dims)
 
 
 def _gather_in_batches(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -172,6 +191,7 @@ def _gather_in_batches(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> 
     batch = shared_dim(table, indices, dims.operand_batching_dims, dims.start_indices_batching_dims)
     if batch is None:
         return None
+    # Element i of a batch dim is read by indices i alone: so a shard of both has all that its result needs.
     table_dim = dims.operand_batching_dims[batch]
     index_dim = dims.start_indices_batching_dims[batch]
     local = [p.split(table, table_dim), p.split(indices, index_dim)]
@@ -192,6 +212,7 @@ def _gather_own_rows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> li
         return None
     table = p.split(table, own_rows.table_dim)
     indices = p.split(indices, own_rows.index_dim)
+    # The indices are those of the whole table. A shard's first row has the index 0 in its part.
     local_indices = own_rows.from_start_of_shard(p, indices, table)
     (x,) = p.bind(eqn, [table.x, local_indices])
     return [Value(x, _index_dims_of_result(eqn)[own_rows.index_dim])]
@@ -205,7 +226,7 @@ def _gather_windows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
     dims = eqn.params["dimension_numbers"]
     slice_sizes = eqn.params["slice_sizes"]
     without_window = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-    window_dims = [d for d in range(table.ndim) if d not in without_window]  # the offset dims of the result, in order
+    window_dims = remaining_dims(table.ndim, removed=without_window)  # the offset dims of the result, in order
     # Else a window may reach into another shard, or the indices say where along this dim it begins.
     dim = table.dim
     is_taken_whole = slice_sizes[dim] == type_of(eqn.invars[0]).shape[dim]
@@ -241,9 +262,12 @@ class _OwnRows:
         """Returns a shard's indices with the column counted from the start of its shard of the table."""
         start = p.shard * table.shape[self.table_dim]
         dtype = indices.x.dtype
-        columns = jnp.arange(indices.shape[-1]).reshape((1,) * (indices.ndim - 1) + (-1,))
+        num_columns = indices.shape[-1]
+        leading_dims = (1,) * (indices.ndim - 1)
+        columns = jnp.arange(num_columns).reshape(leading_dims + (-1,))
         is_column = columns == self.column
-        return indices.x - jnp.where(is_column, start.astype(dtype), 0).astype(dtype)
+        start_of_columns = jnp.where(is_column, start.astype(dtype), 0).astype(dtype)
+        return indices.x - start_of_columns
 
 
 def _find_own_rows(p: Partitioner, table: Value, indices: Value, indexed_dims: Sequence[int | None]) -> _OwnRows | None:
@@ -261,6 +285,7 @@ def _find_own_rows(p: Partitioner, table: Value, indices: Value, indexed_dims: S
         table_dim = indexed_dims[column]
         if table_dim is None:
             continue
+        # Equal sizes in global view, so that shard i of the indices counts the rows of shard i of the table.
         size = table_shape[table_dim]
         if not p.divides(size) or size != indices_shape[index_dim]:
             continue
@@ -295,7 +320,7 @@ def scatter(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
 def _index_dims_of_updates(eqn: JaxprEqn) -> list[int]:
     """Returns the dims of a scatter's updates that are those of the indices, but the last: these, in order."""
     window_dims = eqn.params["dimension_numbers"].update_window_dims
-    return [d for d in range(type_of(eqn.invars[2]).ndim) if d not in window_dims]
+    return remaining_dims(type_of(eqn.invars[2]).ndim, removed=window_dims)
 
 
 def _scatter_in_batches(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -306,6 +331,7 @@ def _scatter_in_batches(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) ->
     batch = _shared_batch_dim(eqn, operands, index_dims)
     if batch is None:
         return None
+    # As in a gather: element i of a batch dim is written by indices and updates i alone.
     table_dim = dims.operand_batching_dims[batch]
     index_dim = dims.scatter_indices_batching_dims[batch]
     local = [p.split(table, table_dim), p.split(indices, index_dim), p.split(updates, index_dims[index_dim])]
@@ -332,6 +358,7 @@ def _scatter_own_rows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> l
 def _scatter_sum(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Splits the rows that are added to a table, as in the gradient of an embedding: the tables of shards add up."""
     table, indices, updates = operands
+    # Only of sums do the tables of the shards add up: a row that is set, or multiplied, twice is another one.
     is_sum = eqn.primitive.name in ("scatter-add", "scatter-sub")
     if not is_sum or table.is_split:
         return None
@@ -372,10 +399,10 @@ def _scatter_windows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> li
     """Splits a dim of the windows, which is written whole."""
     table, indices, updates = operands
     if indices.is_split:
-        return None
+        return None  # a shard of the table would get the rows of its own indices alone
     dims = eqn.params["dimension_numbers"]
     without_window = (*dims.inserted_window_dims, *dims.operand_batching_dims)
-    window_dims = [d for d in range(table.ndim) if d not in without_window]  # those of the updates, in order
+    window_dims = remaining_dims(table.ndim, removed=without_window)  # those of the updates, in order
     if table.is_split:
         table_dim = table.dim
     elif updates.state in dims.update_window_dims:
@@ -384,6 +411,7 @@ def _scatter_windows(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> li
         return None
     if table_dim not in window_dims or table_dim in dims.scatter_dims_to_operand_dims:
         return None
+    # A window that is smaller than the table along this dim is written into the first shards alone.
     update_dim = dims.update_window_dims[window_dims.index(table_dim)]
     if type_of(eqn.invars[0]).shape[table_dim] != type_of(eqn.invars[2]).shape[update_dim]:
         return None

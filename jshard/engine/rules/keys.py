@@ -40,6 +40,7 @@ def _num_common_dims(eqn: JaxprEqn, operands: Sequence[Value]) -> int:
 def draw(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Splits along the dims of the keys, which are also the first of what they draw."""
     (key,) = operands
+    # With `rbg` the first key draws for the batch: a shard's own first key would draw other bits.
     if not draws_alone(key) or key.dim >= _num_common_dims(eqn, operands):
         return None
     return same(p, eqn, operands, key.dim)
@@ -66,7 +67,7 @@ def _random_bits_shard(p: Partitioner, value: Value, dim: int) -> jax.Array | No
         return None
     if key.ndim > 0:
         if dim >= key.ndim:
-            return None
+            return None  # a key draws all of its bits at once
         return p.bind(eqn, [p.split(key, dim).x])[0]  # the dims of the keys are first
     if str(jax.random.key_impl(key.x)) != "threefry2x32":
         return None  # only of threefry do we know how a bit comes from its position
@@ -92,6 +93,7 @@ def _shard_of_bits_function(
     draw_bits = _compat.threefry_bits()
     assert draw_bits is not None, "checked by the caller"
 
+    # Traced in global view: the positions that the bits are made of are those in the whole array.
     def whole_bits(data: jax.Array) -> jax.Array:
         return draw_bits(data, bit_width, shape)
 

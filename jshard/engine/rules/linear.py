@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jshard.engine.rules import calls
 from jshard.engine.rules.building_blocks import same
 from jshard.engine.rules.registry import Partitioner, record_of
-from jshard.engine.rules.values import PARTIAL, Value, type_of
+from jshard.engine.rules.values import PARTIAL, Value, type_of, variables_of
 
 
 def apply_linear(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -64,7 +64,7 @@ def _keeps_sums(old: np.dtype, new: np.dtype) -> bool:
         is_quantisation = new_bytes == 1  # to a float of 8 bits
         return jnp.issubdtype(new, jnp.inexact) and not is_quantisation
     is_wider = new_bytes > np.dtype(old).itemsize
-    return jnp.issubdtype(new, jnp.integer) and not is_wider
+    return jnp.issubdtype(new, jnp.integer) and not is_wider  # wider ones keep what the sum of the old ones loses
 
 
 def needed_elsewhere(jaxpr: Jaxpr, gradients: Collection[int]) -> set[Var]:
@@ -101,4 +101,4 @@ def _operands_needed(eqn: JaxprEqn, needed: Collection[Var]) -> set[Var]:
     elif record_of(eqn).linear is not None and len(only_for_gradients) == len(eqn.outvars):
         # All results are parts of gradients, and linear in the operands: so are these.
         atoms = []
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
+    return set(variables_of(atoms))

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.rules import data_free
-from jshard.engine.rules.building_blocks import traced
+from jshard.engine.rules.building_blocks import convert_all, for_inner_trace_all, materialize_all, traced
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
 from jshard.engine.rules.values import PARTIAL, Shard, ShardArray, State, Value, arrays_of, in_states, states_of
@@ -83,10 +83,13 @@ def find_carry_states(
         states: the states of its carry before the first iteration.
         trace: traces the body for states of the carry.
     """
-    # Operands and the carry's first states decide what is found, so the same loop may have several entries.
+    # Operands and the carry's first states decide what is found, so the same loop may have several entries. The entry
+    # keeps the body alive: another one could have the id of a body that is gone.
     key = (id(body), tuple((v.state, v.is_data_free) for v in operands), tuple(states))
     if key in p.carry_states:
         states = p.carry_states[key].states
+    # Positions of carries that were partial, and did not leave the body partial. Partial again, they would change for
+    # ever.
     never_partial: set[int] = set()
     # A state may change more than once, and the states of others with it. If they never agree, some rule is wrong.
     for _ in range(2 * len(states) + 3):
@@ -146,7 +149,7 @@ def row_of(value: Value, x: ShardArray) -> Value:
     """Returns one iteration's value of a scanned value: it has one dim less, the first."""
     row = value.with_array(x)
     if value.is_split:
-        row.state = value.dim - 1
+        row.state = value.dim - 1  # never below 0: scanned values are not split along the iterations
     # A column that counts dim 0 is one number in each iteration, and counts nothing there.
     row.index_dims = {column: dim - 1 for column, dim in value.index_dims.items() if dim != 0}
     return row
@@ -220,11 +223,12 @@ class Scan:
         No iteration splits them, or they would be in another state already.
         """
         states = list(self.states)
+        has_new_shards = False
         for i, value in enumerate(self.carry):
             if states[i] is None:
                 states[i] = self.p.materialize(value).state
-        is_changed = [isinstance(new, int) and old is None for new, old in zip(states, self.states, strict=True)]
-        if any(is_changed):
+                has_new_shards |= isinstance(states[i], int)
+        if has_new_shards:
             del self.p.records[self.num_records :]
             self._trace_in(states)
 
@@ -238,7 +242,7 @@ class Scan:
 
     def _trace_iteration(self, states: list[State]) -> TracedIteration:
         """Traces one iteration for states of the carry. `row_states` and `passed_through` are of the last trace."""
-        start = self._carried(self.carry, states)
+        start = self.carried(self.carry, states)
         row_types = [row_type(v.x) for v in self.scanned]
         states_after: list[State] = []
 
@@ -262,15 +266,15 @@ class Scan:
                 self.passed_through = [positions.get(v) for v in stacked]
                 # Conversions at the end of an iteration run as often as the body.
                 with self.recorded_times(self.length):
-                    carried = self._carried(new_carry, states)
+                    carried = self.carried(new_carry, states)
                 return carried, [v.x for v in stacked if v not in positions]
 
         program = jax.make_jaxpr(step)(_crossing_arrays(self.shared), start, row_types)
         return TracedIteration(states, list(states_after), start, program)
 
-    def _carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[jax.Array]:
+    def carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[jax.Array]:
         """Returns the arrays of a carry in given states."""
-        return [self.p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
+        return arrays_of(convert_all(self.p, carry, states))
 
     def body_arguments(
         self, carry: list[Value], scanned: list[Value], shared_xs: Sequence[jax.Array] | None = None
@@ -292,7 +296,7 @@ class Scan:
 
     def body_results(self, outs: list[Value]) -> list[Value]:
         """Returns the results of the loop's body as an iteration passes them on: gradients of layers are reduced."""
-        results = [self.p.materialize(v) for v in outs]
+        results = materialize_all(self.p, outs)
         stacks = self.eqn.outvars[self.n_carry :]
         for i, stack in enumerate(stacks, self.n_carry):
             results[i] = self.p.store_row(results[i], stack)
@@ -301,6 +305,7 @@ class Scan:
     def run(self) -> list[Value]:
         """Runs the loop in its traced form."""
         iterate = jaxpr_as_fun(self.traced)
+        # From outside of the loop, as constants of the new body: what is the same in all iterations is no carry.
         shared = _crossing_arrays(self.shared)
 
         def step(carry_xs: list[jax.Array], row_xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -308,13 +313,15 @@ class Scan:
             return outs[: self.n_carry], outs[self.n_carry :]
 
         # The traced iteration is run, and not the body once more: that would partition it another time.
-        settings = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        last, stacked = lax.scan(step, self.start, arrays_of(self.scanned), **settings)
+        rows = arrays_of(self.scanned)
+        unroll = self.eqn.params["unroll"]
+        last, stacked = lax.scan(step, self.start, rows, length=self.length, reverse=self.reverse, unroll=unroll)
         return self.results(last, stacked)
 
     def results(self, last: Sequence[jax.Array], stacked: Sequence[jax.Array]) -> list[Value]:
         """Returns the loop's results, from the arrays of the carry and of the results that it stacks itself."""
         results = in_states(last, self.states)
+        # A result that is passed through has no stack: its rows are those of the scanned value, which stays stored.
         arrays = iter(stacked)
         for state, position in zip(self.row_states, self.passed_through, strict=True):
             if position is not None:
@@ -363,9 +370,10 @@ class _While:
         start_of_carry = start_of_body + eqn.params["body_nconsts"]
         # An open sum in the carry would be read by the condition in each iteration.
         operands = [p.reduce_partial(v) for v in operands]
-        self.condition_operands = [p.for_inner_trace(v) for v in operands[:start_of_body]]
-        self.body_operands = [p.for_inner_trace(v) for v in operands[start_of_body:start_of_carry]]
-        self.carry = [p.materialize(v) for v in operands[start_of_carry:]]
+        # The condition and the body are traced on their own, each with its own arguments.
+        self.condition_operands = for_inner_trace_all(p, operands[:start_of_body])
+        self.body_operands = for_inner_trace_all(p, operands[start_of_body:start_of_carry])
+        self.carry = materialize_all(p, operands[start_of_carry:])
         self.has_rows = bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
     def run(self) -> list[Value]:
@@ -381,6 +389,7 @@ class _While:
                 # Whole, so that all shards agree: one that ended earlier would be missed by the body's collectives.
                 return self.p.whole(condition).x.any()
 
+        # The traced body is run, and not partitioned once more, as in `Scan.run`.
         last = lax.while_loop(continues, lambda xs: iterate(*xs), iteration.start)
         return in_states(last, iteration.states)
 
@@ -393,7 +402,7 @@ class _While:
     def _trace_iteration(self, states: list[State]) -> TracedIteration:
         """Traces one iteration for states of the carry."""
         p = self.p
-        start = [p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
+        start = arrays_of(convert_all(p, self.carry, states))
         states_after: list[State] = []
 
         def step(xs: list[jax.Array]) -> list[jax.Array]:
@@ -401,18 +410,24 @@ class _While:
                 body_operands = _inside(self.body_operands, arrays_of(self.body_operands))
                 arguments = [*body_operands, *in_states(xs, states)]
                 results = p.run_body(*opened(self.eqn.params["body_jaxpr"]), arguments)
+                # Summed in each iteration: the condition reads the carry, and would read a part of the sum.
                 results = [p.materialize(p.reduce_partial(v)) for v in results]
                 states_after[:] = states_of(results)
-                new_carry = [p.in_state(v, state) for v, state in zip(results, states, strict=True)]
+                new_carry = convert_all(p, results, states)
                 if not self.has_rows:
                     return arrays_of(new_carry)
                 continues = self._condition(in_states(xs, states))
                 if continues.is_split:  # the carry is split with the rows
-                    states_after[:] = [continues.state if state is None else state for state in states]
+                    states_after[:] = _split_whole_ones(states, continues.dim)
                 return [_where_row_continues(p, continues, v, x) for v, x in zip(new_carry, xs, strict=True)]
 
         program = jax.make_jaxpr(step)(start)
         return TracedIteration(states, states_after, start, program)
+
+
+def _split_whole_ones(states: Sequence[State], dim: int) -> list[State]:
+    """Returns states in which what is whole is split instead."""
+    return [dim if state is None else state for state in states]
 
 
 def _where_row_continues(p: Partitioner, continues: Value, new: Value, old: jax.Array) -> jax.Array:
@@ -435,27 +450,30 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs one branch, the same on all shards. The results of the branches have one state."""
     # With a split index each shard would run another branch, and collectives inside would wait for shards elsewhere.
     index = p.whole(operands[0])
-    operands = [p.for_inner_trace(v) for v in operands[1:]]
+    operands = for_inner_trace_all(p, operands[1:])
     arrays = _crossing_arrays(operands)
     branches = eqn.params["branches"]
 
     def run_branch(branch: ClosedJaxpr, *xs: jax.Array) -> list[Value]:
-        results = p.run_body(*opened(branch), _inside(operands, xs))
-        return [p.materialize(v) for v in results]
+        return materialize_all(p, p.run_body(*opened(branch), _inside(operands, xs)))
 
+    # First in the states that come of themselves: their common state is known only then.
     num_records = len(p.records)
-    programs = [traced(p, functools.partial(run_branch, branch), *arrays) for branch in branches]
-    states_of_branches = [states for _, states in programs]
-    states = [_common_state(states) for states in zip(*states_of_branches, strict=True)]
+    programs: list[ClosedJaxpr] = []
+    states_of_branches: list[list[State]] = []
+    for branch in branches:
+        program, states_of_branch = traced(p, functools.partial(run_branch, branch), *arrays)
+        programs.append(program)
+        states_of_branches.append(states_of_branch)
+    states = [_common_state(states_of_result) for states_of_result in zip(*states_of_branches, strict=True)]
 
     def run_branch_in_states(branch: ClosedJaxpr, *xs: jax.Array) -> list[jax.Array]:
         with p.own_trace():
-            results = run_branch(branch, *xs)
-            return [p.in_state(v, state).x for v, state in zip(results, states, strict=True)]
+            return arrays_of(convert_all(p, run_branch(branch, *xs), states))
 
     functions: list[Callable[..., list[jax.Array]]]
     if all(states_of_branch == states for states_of_branch in states_of_branches):
-        functions = [jaxpr_as_fun(program) for program, _ in programs]
+        functions = [jaxpr_as_fun(program) for program in programs]
     else:
         # Traced again, as the arrays that were traced are in another state: of what is known without data, for one,
         # the other state is computed from its equation.
@@ -466,8 +484,10 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 def _common_state(states: Sequence[State]) -> State:
     """Returns the one state for a result of all branches: split if any is, else partial if any is, else whole."""
+    # All branches store it alike, or each gathers it: a whole or a partial array is no stored shard.
     if any(isinstance(state, Shard) for state in states):
         return states[0] if len(set(states)) == 1 else None
+    # Split, a whole or a partial result of another branch is cut or scattered; whole, it would be gathered in this one.
     for state in states:
         if isinstance(state, int):
             return state

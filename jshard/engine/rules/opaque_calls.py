@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard.engine.rules.building_blocks import same, shard_shape
+from jshard.engine.rules.building_blocks import same, shard_shape, split_all
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
 from jshard.engine.rules.values import PARTIAL, State, Value, in_states, type_of
@@ -28,7 +28,7 @@ def per_example(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Va
     body: Body = eqn.params["body"]
     batch_sizes = [p.full_shape(v)[dim] for v, dim in zip(operands, body.ins, strict=True) if dim is not None]
     if not all(map(p.divides, batch_sizes)):
-        return None
+        return None  # shards would have unequal numbers of examples
     # Residuals of the whole batch are not those of the shards side by side: they cannot be cut.
     if not all(operands[i].is_split for i in body.from_forward):
         return None  # forward was computed whole, and these are its residuals
@@ -63,6 +63,7 @@ def _split_arrays(p: Partitioner, operands: Sequence[Value], dims: Sequence[int 
 
 def _check_shapes(p: Partitioner, eqn: JaxprEqn, body: "Body", results: Sequence[jax.Array]) -> None:
     """Raises if a function has other results for a part of the examples than that part of its results for all."""
+    # The shapes that the trace for all examples had, divided along the dim of the examples.
     expected_shapes = []
     for variable, state in zip(eqn.outvars, body.outs, strict=True):
         shape = tuple(type_of(variable).shape)
@@ -120,6 +121,7 @@ def cudnn_attention(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
     batch_size = p.full_shape(query)[0]
     if not p.divides(batch_size):
         return None
+    # Queries, keys, values and lengths of an example stay together: attention is over the positions of one example.
     batch_dims = _batch_dims(p, operands, batch_size, is_paged=is_paged)
     states: list[State] = [0] * len(eqn.outvars)
     has_bias_gradient = len(states) == 4  # in backward; forward has two results
@@ -132,6 +134,7 @@ def _batch_dims(p: Partitioner, operands: Sequence[Value], batch_size: int, *, i
     """Returns the dim of the batch of each operand; None where it has none."""
     dims: list[int | None] = []
     for position, value in enumerate(operands):
+        # The number of pages may divide like a batch, and is none.
         is_page = is_paged and position in _PAGED
         has_batch = _has_batch(p, value, batch_size) and not is_page
         dims.append(0 if has_batch else None)
@@ -161,16 +164,24 @@ class _Heads:
     def of(cls, eqn: JaxprEqn) -> "_Heads":
         """Finds the heads in an equation."""
         array_dim = 2 - eqn.params["layout"]  # (B, T, H, K), or (B, H, T, K)
-        operand_shapes = [type_of(atom).shape for atom in eqn.invars]
-        result_shapes = [type_of(variable).shape for variable in eqn.outvars]
-        operand_dims = [_head_dim(i, shape, array_dim) for i, shape in enumerate(operand_shapes)]
-        result_dims = [_head_dim(i, shape, array_dim) for i, shape in enumerate(result_shapes)]
-        sizes = []
-        pairs = zip([*operand_shapes, *result_shapes], [*operand_dims, *result_dims], strict=True)
-        for shape, dim in pairs:
-            if dim is not None:
-                sizes.append(shape[dim])
+        operand_dims = _head_dims(eqn.invars, array_dim)
+        result_dims = _head_dims(eqn.outvars, array_dim)
+        sizes = [*_head_sizes(eqn.invars, operand_dims), *_head_sizes(eqn.outvars, result_dims)]
         return cls(operand_dims, result_dims, sizes)
+
+
+def _head_dims(atoms: Sequence[Var | Literal], array_dim: int) -> list[int | None]:
+    """Returns the dim of the heads of each operand, or of each result: gradients are in the order of the operands."""
+    return [_head_dim(position, type_of(atom).shape, array_dim) for position, atom in enumerate(atoms)]
+
+
+def _head_sizes(atoms: Sequence[Var | Literal], dims: Sequence[int | None]) -> list[int]:
+    """Returns the number of heads of each array that has them."""
+    sizes = []
+    for atom, dim in zip(atoms, dims, strict=True):
+        if dim is not None:
+            sizes.append(type_of(atom).shape[dim])
+    return sizes
 
 
 def _head_dim(position: int, shape: tuple[int, ...], array_dim: int) -> int | None:
@@ -190,7 +201,7 @@ def _on_part_of_heads(heads: _Heads, run: Callable[..., Sequence[jax.Array]]) ->
     """
     axes = _compat.automatic_axes()
     if not axes:
-        return run
+        return run  # nothing but the data axes splits the arrays, and over those the call is on one shard
     num_parts = math.prod(axes.values())
     over = tuple(axes)
     if any(size % num_parts for size in heads.sizes):  # as of keys and values, which may have fewer heads
@@ -215,7 +226,7 @@ def scaled_matmul(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[
     left, right, *scales = operands
     is_batch_split = 0 in (left.state, right.state)
     if is_batch_split and p.divides(p.full_shape(left)[0]):
-        return same(p, eqn, [p.split(v, 0) for v in operands], 0)
+        return same(p, eqn, split_all(p, operands, 0), 0)
     # Rows of the left operand, with their scales, are rows of the result.
     if left.state == 1 and len(scales) == 2 and p.divides(p.full_shape(scales[0])[1]):
         local = [left, p.whole(right), p.split(scales[0], 1), p.whole(scales[1])]

@@ -8,7 +8,14 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jshard.engine.rules.building_blocks import same, shard_shape, split_all, split_dim
+from jshard.engine.rules.building_blocks import (
+    dim_after_removal,
+    remaining_dims,
+    same,
+    shard_shape,
+    split_all,
+    split_dim,
+)
 from jshard.engine.rules.index_dims import index_dim_of
 from jshard.engine.rules.registry import (
     IN_ALL,
@@ -26,6 +33,7 @@ from jshard.engine.rules.values import Value, type_of
 @rule("broadcast_in_dim", linear=IN_ALL)
 def broadcast_in_dim(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Splits the dim of the result to which the split dim goes."""
+    # The split dim keeps its size: only one of size 1 is broadcast, which does not divide.
     dim = eqn.params["broadcast_dimensions"][operands[0].dim]
     return same(p, eqn, operands, dim, shape=shard_shape(p, eqn.params["shape"], dim))
 
@@ -36,7 +44,7 @@ def _broadcast_shard(p: Partitioner, value: Value, dim: int) -> jax.Array:
     assert value.provenance is not None
     operand = value.provenance.operands[0]
     dims = value.provenance.eqn.params["broadcast_dimensions"]
-    if dim in dims:
+    if dim in dims:  # else it is a new dim, and every shard broadcasts the whole operand
         operand_dim = dims.index(dim)
         is_broadcast = operand.shape[operand_dim] != value.shape[dim]  # from size 1
         if not is_broadcast:
@@ -97,9 +105,10 @@ def reshape(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
     group = next(group for group in groups if value.dim in group.old)
     pairs = [pair for pair in _same_parts(old_shape, new_shape) if _divides(p, pair, old_shape, new_shape)]
     if not pairs:
-        return None
+        return None  # no dim is there on both sides that the devices divide: it is reshaped whole
     # Nothing moves if the operand stays split as it is. Second best is another dim of the same group.
     pair = min(pairs, key=lambda pair: (pair.old != value.dim, pair.old not in group.old))
+    # On a shard both dims are smaller by the same factor, so it reshapes its part as the whole would be.
     x = lax.reshape(p.split(value, pair.old).x, shard_shape(p, new_shape, pair.new))
     result = Value(x, pair.new)
     if pair.old in group.old:
@@ -171,7 +180,7 @@ def _reshape_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], 
 
 @index_dim("reshape")
 def _reshape_index_dim(eqn: JaxprEqn, operands: Sequence[Value]) -> int | None:
-    if eqn.params["dimensions"] is not None:
+    if eqn.params["dimensions"] is not None:  # it also transposes
         return None
     return _index_dim_beside_ones(eqn, operands)
 
@@ -183,11 +192,18 @@ def _index_dim_beside_ones(eqn: JaxprEqn, operands: Sequence[Value]) -> int | No
     new_shape = type_of(eqn.outvars[0]).shape
     if dim is None or old_shape[dim] == 1:
         return None
-    old_dims = [d for d, size in enumerate(old_shape) if size != 1]
-    new_dims = [d for d, size in enumerate(new_shape) if size != 1]
-    if [old_shape[d] for d in old_dims] != [new_shape[d] for d in new_dims]:
+    # Merged or divided, a dim counts its index no longer by itself.
+    old_sizes = _sizes_beside_ones(old_shape)
+    new_sizes = _sizes_beside_ones(new_shape)
+    if list(old_sizes.values()) != list(new_sizes.values()):
         return None
-    return new_dims[old_dims.index(dim)]
+    index_among_sizes = list(old_sizes).index(dim)
+    return list(new_sizes)[index_among_sizes]
+
+
+def _sizes_beside_ones(shape: Sequence[int]) -> dict[int, int]:
+    """Returns the sizes other than 1, by dim."""
+    return {dim: size for dim, size in enumerate(shape) if size != 1}
 
 
 # ---- transpose, squeeze, stack, unstack: a rule, and below it its inverse
@@ -209,15 +225,14 @@ def _transpose_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value]
 def squeeze(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Removes dims of size 1, none of which is split."""
     old_dim = operands[0].dim
-    num_removed_before = sum(d < old_dim for d in eqn.params["dimensions"])
-    return same(p, eqn, operands, old_dim - num_removed_before)
+    return same(p, eqn, operands, dim_after_removal(eqn.params["dimensions"], old_dim))
 
 
 @inverse_rule("squeeze")
 def _squeeze_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], dim: int) -> Sequence[int]:
     ndim = operands[0].ndim
-    removed = {d % ndim for d in eqn.params["dimensions"]}
-    remaining = [d for d in range(ndim) if d not in removed]
+    removed = {d % ndim for d in eqn.params["dimensions"]}  # negative ones count from the end
+    remaining = remaining_dims(ndim, removed)
     return [remaining[dim]]
 
 
@@ -228,6 +243,7 @@ index_dim("squeeze")(_index_dim_beside_ones)
 def stack(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Splits all operands alike; the new dim is whole."""
     dim = split_dim(operands)
+    # The new axis moves those behind it by one.
     new_axis = eqn.params["axis"]
     result_dim = dim + 1 if new_axis <= dim else dim
     return same(p, eqn, split_all(p, operands, dim), result_dim)
@@ -245,6 +261,7 @@ def _stack_operands(p: Partitioner, eqn: JaxprEqn, operands: Sequence[Value], di
 @rule("unstack", linear=IN_ALL)
 def unstack(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     """Keeps the split dim. The dim that is divided must be whole."""
+    # As of `squeeze`, the dims behind the one that is removed move by one.
     dim = operands[0].dim
     removed_axis = eqn.params["axis"]
     if dim == removed_axis:

@@ -8,15 +8,15 @@ The region is manual over the data axes already. So a `shard_map` there runs on 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard.engine.rules.building_blocks import find_free_dim, view_of_program
+from jshard.engine.rules.building_blocks import find_free_dim, run_in_global_view
 from jshard.engine.rules.registry import OperandStates, Partitioner, rule
 from jshard.engine.rules.values import State, Value, array_bytes, arrays_of, in_states, states_of, type_of, with_arrays
 from jshard.errors import CallError
@@ -39,6 +39,7 @@ def _check_mesh(eqn: JaxprEqn) -> None:
     """Raises if the `shard_map` is over an axis that the model's mesh has not, or has with another degree."""
     inner_degrees = dict(eqn.params["mesh"].shape)
     degrees = dict(jax.sharding.get_abstract_mesh().shape)
+    # By degree, not by the mesh itself: the mesh around has the region's axes manual, and so is another object.
     wrong = []
     for axis in eqn.params["newly_manual_axes"]:
         if degrees.get(axis) != inner_degrees[axis]:
@@ -88,21 +89,26 @@ class _InnerShardMap:
         self.p = p
         self.eqn = eqn
         self.degrees = dict(mesh.shape)
-        manual = [axis for axis in eqn.params["newly_manual_axes"] if self.degrees[axis] > 1]
-        self.data_axes = tuple(axis for axis in p.axes if self.degrees[axis] > 1)
+        manual = self._splitting(eqn.params["newly_manual_axes"])
+        self.data_axes = self._splitting(p.axes)
         self.other_axes = tuple(axis for axis in mesh.axis_names if axis in manual and axis not in p.axes)
-        self.is_over_data = any(axis in self.data_axes for axis in manual)
-        self.operand_axes = self._axes_of_all(eqn.params["in_specs"], [type_of(atom).ndim for atom in eqn.invars])
-        self.result_axes = self._axes_of_all(eqn.params["out_specs"], [type_of(v).ndim for v in eqn.outvars])
+        self.is_over_data = not set(manual).isdisjoint(self.data_axes)
+        self.operand_axes = self._axes_of_all(eqn.params["in_specs"], eqn.invars)
+        self.result_axes = self._axes_of_all(eqn.params["out_specs"], eqn.outvars)
 
-    def _axes_of_all(self, specs: Sequence[P], ndims: Sequence[int]) -> list[DimAxes]:
-        return [self._axes_of_dims(spec, ndim) for spec, ndim in zip(specs, ndims, strict=True)]
+    def _splitting(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Returns the axes that split something: those of a degree above 1."""
+        return tuple(axis for axis in axes if self.degrees[axis] > 1)
+
+    def _axes_of_all(self, specs: Sequence[P], atoms: Sequence[Var | Literal]) -> list[DimAxes]:
+        """Returns the axes of operands or results, by their specs."""
+        return [self._axes_of_dims(spec, type_of(atom).ndim) for spec, atom in zip(specs, atoms, strict=True)]
 
     def _axes_of_dims(self, spec: P, ndim: int) -> DimAxes:
         """Returns the axes of each dim by a spec."""
         dims: list[tuple[str, ...]] = []
         for entry in spec:
-            axes = tuple(axis for axis in axes_of(entry) if self.degrees[axis] > 1)
+            axes = self._splitting(axes_of(entry))
             self._check_order(spec, axes)
             dims.append(axes)
         dims += [()] * (ndim - len(dims))  # a spec may be shorter: the last dims are whole
@@ -114,6 +120,7 @@ class _InnerShardMap:
         P(("tensor", "fsdp")), 2 x 2 devices    rows 0-1 | 2-3 | 4-5 | 6-7
         on fsdp 0                               0-1 and 4-5, which is no part of a split along the dim
         """
+        # Sorted stably: the axes of each kind keep their order, which the message shows.
         data_first = tuple(sorted(dim, key=self._is_other_axis))
         if list(map(self._is_other_axis, dim)) != list(map(self._is_other_axis, data_first)):
             raise CallError(
@@ -144,15 +151,13 @@ class _InnerShardMap:
     def _run_partitioned(self, body: Callable[..., Sequence[jax.Array]], operands: list[Value]) -> list[Value]:
         # The body computes the sums that it needs: partial operands stay partial. Others enter as arrays, because the
         # body is traced on its own.
-        values = [v if v.is_partial else self.p.materialize(v) for v in operands]
+        values = self._materialize_but_partial(operands)
         values = self._split_on_other_dims(values, self.operand_axes)
         states: list[State] = []
 
         def run_on_shard(*xs: jax.Array) -> list[jax.Array]:
-            inside = with_arrays(values, xs)
-            program = jax.make_jaxpr(body)(*[view_of_program(self.p, v) for v in inside])
-            results = self.p.run(program.jaxpr, program.consts, inside)
-            results = [v if v.is_partial else self.p.materialize(v) for v in results]
+            results = run_in_global_view(self.p, body, with_arrays(values, xs))
+            results = self._materialize_but_partial(results)
             results = self._split_on_other_dims(results, self.result_axes)
             # Filled when the `shard_map` below traces this function: before its results are wrapped.
             states[:] = states_of(results)
@@ -161,15 +166,24 @@ class _InnerShardMap:
         results = self._over_other_axes(run_on_shard)(*arrays_of(values))
         return in_states(results, states)
 
+    def _materialize_but_partial(self, values: Sequence[Value]) -> list[Value]:
+        """Returns values as arrays that cross into the body or out of it. A partial value crosses as its part."""
+        return [v if v.is_partial else self.p.materialize(v) for v in values]
+
     def _over_other_axes(self, body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
         """Returns the body in a `shard_map` over the axes that are not manual yet."""
         if not self.other_axes:
             return body
-        in_specs = tuple(spec_over(self.other_axes, axes) for axes in self.operand_axes)
-        out_specs = [spec_over(self.other_axes, axes) for axes in self.result_axes]
         return jax.shard_map(
-            body, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.other_axes), check_vma=False
+            body,
+            in_specs=tuple(self._specs_over_other_axes(self.operand_axes)),
+            out_specs=self._specs_over_other_axes(self.result_axes),
+            axis_names=set(self.other_axes),
+            check_vma=False,
         )
+
+    def _specs_over_other_axes(self, axes_of_values: Sequence[DimAxes]) -> list[P]:
+        return [spec_over(self.other_axes, axes_of_dims) for axes_of_dims in axes_of_values]
 
     def _split_on_other_dims(self, values: Sequence[Value], axes: Sequence[DimAxes]) -> list[Value]:
         return [self._split_on_other_dim(v, axes_of_dims) for v, axes_of_dims in zip(values, axes, strict=True)]
@@ -181,6 +195,7 @@ class _InnerShardMap:
         """
         if not value.is_split or not axes_of_dims[value.dim]:
             return value
+        # Any dim that no axis of the user splits is split over the region's axes alone.
         taken = [dim for dim, axes in enumerate(axes_of_dims) if axes]
         free_dim = find_free_dim(self.p, self.p.full_shape(value), taken)
         if free_dim is None:
@@ -195,6 +210,7 @@ class _InnerShardMap:
             return self.p.split(value, dim).x
         # Some of the data axes, or several dims: no state says that. The part is cut from the whole.
         x = self.p.whole(value).x
+        # One dim after the other. Axes of one dim are in the order of its spec, outermost first, as is their index.
         for dim, axes in data_axes.items():
             size = x.shape[dim] // self._num_parts(axes)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)

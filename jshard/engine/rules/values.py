@@ -161,6 +161,16 @@ def in_states(xs: Sequence[jax.Array], states: Sequence[State]) -> list[Value]:
     return [Value(x, state) for x, state in zip(xs, states, strict=True)]
 
 
+def any_is_stored(values: Iterable[Value]) -> bool:
+    """Returns whether there is a stored shard among values."""
+    return any(v.is_stored for v in values)
+
+
+def have_same_state(values: Iterable[Value]) -> bool:
+    """Returns whether all values have one state; true of no values."""
+    return len(set(states_of(values))) <= 1
+
+
 def with_arrays(values: Sequence[Value], xs: Sequence[jax.Array]) -> list[Value]:
     """Returns the same states of other arrays: see `Value.with_array`."""
     return [v.with_array(x) for v, x in zip(values, xs, strict=True)]
@@ -168,10 +178,19 @@ def with_arrays(values: Sequence[Value], xs: Sequence[jax.Array]) -> list[Value]
 
 def array_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Returns the bytes of an array, or of its shape and dtype. A typed key counts as one word."""
+    # By shape and dtype, not by `x.nbytes`: a type has no such attribute.
     num_elements = math.prod(x.shape)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # no dtype of NumPy's
         return num_elements * 4
     return num_elements * np.dtype(x.dtype).itemsize
+
+
+def variables_of(atoms: Iterable[Var | Literal]) -> list[Var]:
+    """Returns those of an equation's operands, or of a program's results, that are variables.
+
+    Literals cannot be hashed: a set or a dict of operands takes the variables alone.
+    """
+    return [atom for atom in atoms if isinstance(atom, Var)]
 
 
 def type_of(atom: Var | Literal) -> ShapedArray:

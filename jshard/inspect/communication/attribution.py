@@ -7,14 +7,13 @@ its arrays.
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jshard.inspect.communication.planned import copied_over
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.module import HloArray
-from jshard.plans.model_axes import axes_of
+from jshard.plans.model_axes import degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import ShardPlan
 
@@ -56,14 +55,19 @@ def split_by_plan(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Wind
         if units and ungathered.issuperset(units):
             of_model.append(window)
             continue
-        planned = [array for array in window.arrays if shapes.include(array, window)]
-        rest = [array for array in window.arrays if not shapes.include(array, window)]
-        if not rest:
+        planned: list[HloArray] = []
+        unplanned: list[HloArray] = []
+        for array in window.arrays:
+            if shapes.include(array, window):
+                planned.append(array)
+            else:
+                unplanned.append(array)
+        if not unplanned:
             of_plan.append(window)
             continue
         if planned:
             of_plan.append(with_arrays(window, planned))
-        of_model.append(with_arrays(window, rest))
+        of_model.append(with_arrays(window, unplanned))
     return of_plan, of_model
 
 
@@ -104,6 +108,7 @@ def gathered_anyway(windows: Iterable[Window], plan: ShardPlan) -> list[Collecti
         placement = leaf.placement
         if not placement.gathered and placement.dim is not None:  # replicated ones are whole anyway
             shapes = shapes_on_device(placement, dict(plan.mesh))
+            # As it is stored, perhaps padded, and as the model has it.
             whole_shapes |= {comparable(shapes.gathered), comparable(placement.shape)}
             shard_shapes.add(comparable(shapes.shard))
 
@@ -140,24 +145,29 @@ def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window
 
     A compiler joins small ones of both. In these, arrays are the model's own if they have the bytes that it requested.
     """
-    others: list[Window] = []
+    without: list[Window] = []
     of_mixing: list[Window] = []
     for window in windows:
         if not window.mixing:
-            others.append(window)
+            without.append(window)
             continue
         if window.is_mixing:
             of_mixing.append(window)
             continue
         # A line has no shapes on record, only the bytes of each of its collectives.
         requested_bytes = {mixing.bytes for mixing in window.mixing}
-        requested = [array for array in window.arrays if array.bytes in requested_bytes]
-        rest = [array for array in window.arrays if array.bytes not in requested_bytes]
+        requested: list[HloArray] = []
+        of_parameters: list[HloArray] = []
+        for array in window.arrays:
+            if array.bytes in requested_bytes:
+                requested.append(array)
+            else:
+                of_parameters.append(array)
         if requested:
             of_mixing.append(dataclasses.replace(with_arrays(window, requested), is_mixing=True))
-        if rest:
-            others.append(dataclasses.replace(with_arrays(window, rest), mixing=()))
-    return others, of_mixing
+        if of_parameters:
+            without.append(dataclasses.replace(with_arrays(window, of_parameters), mixing=()))
+    return without, of_mixing
 
 
 # ---- arrays and shapes
@@ -165,8 +175,8 @@ def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window
 
 def with_arrays(window: Window, arrays: Sequence[HloArray]) -> Window:
     """Returns a collective with only some of its arrays."""
-    result_bytes = sum(array.bytes for array in window.arrays)
-    parts_of_result = window.full_bytes // result_bytes  # of a reduce-scatter, the result is one of several parts
+    # Of a reduce-scatter, the result is one of several parts.
+    parts_of_result = window.full_bytes // window.result_bytes
     sizes: dict[str, int] = collections.defaultdict(int)
     for array in arrays:
         sizes[array.dtype] += array.bytes * parts_of_result
@@ -178,10 +188,12 @@ def _shapes_of(plan: ShardPlan, *, gathered: bool) -> set[Dims]:
     comparables: set[Dims] = set()
     for leaf in plan.leaves:
         placement = leaf.placement
-        if placement.gathered == gathered:
-            for shape in (placement.shape, *shapes_on_device(placement, dict(plan.mesh))):
+        if placement.gathered != gathered:
+            continue
+        for shape in (placement.shape, *shapes_on_device(placement, dict(plan.mesh))):
+            for num_leading_dims in range(len(shape)):
                 # Without leading dims it is the shape of one layer of a stack, which a loop gathers alone.
-                comparables.update(comparable(shape[i:]) for i in range(len(shape)))
+                comparables.add(comparable(shape[num_leading_dims:]))
     return comparables
 
 
@@ -205,7 +217,7 @@ def shapes_on_device(placement: Placement, degrees: Mapping[str, int]) -> Shapes
     gathered: list[int] = []
     shard: list[int] = []
     for dim, (size, entry) in enumerate(zip(placement.stored_shape, placement.spec, strict=True)):
-        size_on_device = size // math.prod(degrees[axis] for axis in axes_of(entry))
+        size_on_device = size // degree_of(entry, degrees)
         shard.append(size_on_device)
         gathered.append(size if dim == placement.dim else size_on_device)
     return ShapesOnDevice(tuple(gathered), tuple(shard))

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -71,7 +71,6 @@ def differences(
     comparison = _Comparison(of_plan, plan, _amounts(of_plan, plan, accumulate, sync), on_cpu)
     missing = comparison.missing()
     extra = comparison.extra()
-    comparable_kinds = [kind for kind in comparison.planned_and_compiled() if kind not in extra]
 
     joined_kinds: list[CollectiveKind] = []
     of_no_parameter: list[CollectivePart] = []
@@ -93,7 +92,7 @@ def differences(
         *map(comparison.replaced, replacements),
         *comparison.less_or_more(left_over),
         *comparison.less_or_more(joined_kinds, by_cpu=_JOINED),
-        *comparison.other_dtypes(comparable_kinds),
+        *comparison.other_dtypes(extra),
         *_large_parts(of_no_parameter, "no parameter", tolerated),
         *_large_parts(gathered_anyway(of_model, plan), "parameters that are never gathered", tolerated),
         *_larger_than_requested(mixing, on_cpu),
@@ -102,14 +101,22 @@ def differences(
 
 def _over_data(windows: Iterable[Window]) -> list[Window]:
     """Returns the collectives over axes of parameters, without exchanges with experts and in attention."""
-    exchanges = {("all-to-all", (axis,)) for axis in INNER_AXES}
-    exchanges.add(("collective-permute", (CONTEXT,)))  # of ring attention
     chosen = []
     for window in windows:
         is_over_data = bool(window.axes) and set(window.axes) <= set(REGION_AXES)
-        if is_over_data and window.kind in KINDS and (window.kind, window.axes) not in exchanges:
+        if is_over_data and window.kind in KINDS and not _is_exchange(window):
             chosen.append(window)
     return chosen
+
+
+def _is_exchange(window: Window) -> bool:
+    """Returns whether a collective exchanges tokens with experts, or sequences in attention."""
+    if window.axes is None or len(window.axes) != 1:
+        return False
+    axis = window.axes[0]
+    if window.kind == "collective-permute":
+        return axis == CONTEXT  # ring attention
+    return window.kind == "all-to-all" and axis in INNER_AXES
 
 
 def _kinds_of_gathers(plan: ShardPlan) -> list[CollectiveKind]:
@@ -153,7 +160,7 @@ def _amounts(windows: Iterable[Window], plan: ShardPlan, accumulate: int, sync: 
         compiled = amounts[CollectiveKind.of(window)].compiled
         for dtype, size in window.sizes:
             compiled[dtype] += size / item_bytes(dtype) * window.executions
-    num_passes = accumulate if sync == "each" else 1
+    num_passes = accumulate if sync == "each" else 1  # with "last" there is one gather and one reduction for all
     for traffic in traffic_of(plan):
         if sync == "last" and traffic.purpose.startswith(BACKWARD):
             continue  # gathered once, for all microbatches
@@ -231,9 +238,11 @@ class _Comparison:
 
     def missing(self) -> dict[CollectiveKind, float]:
         """Returns the kinds of which elements are missing, and how many."""
-        return {
-            kind: -amounts.excess for kind, amounts in self.amounts.items() if amounts.excess < -self.tolerated_elements
-        }
+        missing: dict[CollectiveKind, float] = {}
+        for kind, amounts in self.amounts.items():
+            if amounts.excess < -self.tolerated_elements:
+                missing[kind] = -amounts.excess
+        return missing
 
     def extra(self) -> dict[CollectiveKind, float]:
         """Returns the kinds of which there are more elements than planned, and how many."""
@@ -247,10 +256,6 @@ class _Comparison:
             if amounts.excess > tolerated:
                 extra[kind] = amounts.excess
         return extra
-
-    def planned_and_compiled(self) -> list[CollectiveKind]:
-        """Returns the kinds that are both planned and compiled."""
-        return [kind for kind, amounts in self.amounts.items() if amounts.planned and amounts.compiled]
 
     def replaced(self, replacement: _Replacement) -> Difference:
         """Describes a kind of collective in the place of another."""
@@ -284,16 +289,18 @@ class _Comparison:
             else:
                 yield Difference(f"more {description}", None, kind.kind, kind.axes, units, by_cpu)
 
-    def other_dtypes(self, kinds: Iterable[CollectiveKind]) -> Iterator[Difference]:
-        """Describes the dtypes of some kinds that are not planned."""
-        for kind in kinds:
-            planned = self.amounts[kind].planned
-            for dtype, count in self.amounts[kind].compiled.items():
-                if dtype not in planned and count > self.tolerated_elements:
-                    yield self._other_dtype(kind, dtype, planned)
+    def other_dtypes(self, extra: Collection[CollectiveKind]) -> Iterator[Difference]:
+        """Describes the dtypes that are not planned, of planned kinds except those with extra elements."""
+        for kind, amounts in self.amounts.items():
+            if kind in extra or not amounts.planned:
+                continue
+            for dtype, count in amounts.compiled.items():
+                if dtype not in amounts.planned and count > self.tolerated_elements:
+                    yield self._other_dtype(kind, dtype, amounts.planned)
 
     def _other_dtype(self, kind: CollectiveKind, dtype: str, planned: ElementsByDtype) -> Difference:
-        units = _units_of([window for window in self.windows if dtype in dict(window.sizes)], kind)
+        windows = [window for window in self.windows if dtype in dict(window.sizes)]
+        units = _units_of(windows, kind)
         dtypes = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
         ratio = item_bytes(dtype) / _mean_item_bytes(planned)
         words = f"{dtypes}: {_unit_names(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
@@ -318,7 +325,8 @@ def _large_parts(parts: Iterable[CollectivePart], contents: str, tolerated_eleme
     for kind, of_kind in sorted(parts_of_kind.items()):
         if sum(part.elements for part in of_kind) <= tolerated_elements:
             continue
-        units = _units_of([part.window for part in of_kind], kind)
+        windows = [part.window for part in of_kind]
+        units = _units_of(windows, kind)
         words = f"{kind.kind} of {contents}: {_unit_names(units)}, {_axes(kind.axes)}, {_shapes_text(of_kind)}"
         descriptions.append(Difference(words, None, kind.kind, kind.axes, units))
     return descriptions
@@ -338,18 +346,20 @@ def _larger_than_requested(windows: Iterable[Window], on_cpu: bool) -> list[Diff
     """Describes collectives of lines that mix examples that are larger than the lines request."""
     descriptions = []
     for window in windows:
-        sizes = [mixing.bytes for mixing in window.mixing]
-        requested = sum(sizes)
-        compiled = sum(array.bytes for array in window.arrays)
-        if compiled <= requested or all(array.bytes in sizes for array in window.arrays):
+        requested = [mixing.bytes for mixing in window.mixing]
+        requested_bytes = sum(requested)
+        is_as_requested = all(array.bytes in requested for array in window.arrays)
+        if window.result_bytes <= requested_bytes or is_as_requested:
             continue
         kind = CollectiveKind.of(window)
         lines = ", ".join(dict.fromkeys(mixing.line for mixing in window.mixing))
-        needed = human_bytes(requested)
-        words = f"{kind.kind} of {human_bytes(compiled)} compiled for {lines}, which needs {needed}"
+        needed = human_bytes(requested_bytes)
+        words = f"{kind.kind} of {human_bytes(window.result_bytes)} compiled for {lines}, which needs {needed}"
         # Twice the bytes at most, as from bfloat16 to float32; more than that is not explained by the dtype.
-        is_widened = on_cpu and {dtype for dtype, _ in window.sizes} == {"f32"} and compiled <= 2 * requested
-        by_cpu = _WIDENED if is_widened else ""
+        is_widened = window.dtype == "f32" and window.result_bytes <= 2 * requested_bytes
+        by_cpu = ""
+        if on_cpu and is_widened:
+            by_cpu = _WIDENED
         descriptions.append(Difference(words, kind.kind, kind.kind, kind.axes, window.units, by_cpu))
     return descriptions
 
@@ -370,13 +380,17 @@ def _unit_names(units: Sequence[str]) -> str:
     """Returns `unit blocks/0..11`, or `units ...` of several."""
     if not units:
         return "unit unknown"
-    noun = "unit" if len(units) == 1 else "units"
+    noun = "unit"
+    if len(units) > 1:
+        noun = "units"
     return f"{noun} {', '.join(units)}"
 
 
 def _axes(axes: Sequence[str]) -> str:
     """Returns `axis fsdp`, or `axes ...` of several."""
-    noun = "axes" if len(axes) > 1 else "axis"
+    noun = "axis"
+    if len(axes) > 1:
+        noun = "axes"
     return f"{noun} {', '.join(axes)}"
 
 
@@ -385,4 +399,4 @@ def hlo_dtype(name: str) -> str:
     if name == "bool":
         return "pred"
     short = name.replace("complex", "c").replace("float", "f").replace("int", "s")
-    return short.replace("us", "u").replace("_", "")
+    return short.replace("us", "u").replace("_", "")  # of `uint8` there is `us8` by now

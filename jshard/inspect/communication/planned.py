@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.plans.mesh import FSDP, REGION_AXES
-from jshard.plans.model_axes import axes_of
+from jshard.plans.model_axes import axes_of, degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan
 
@@ -79,8 +78,15 @@ def _order_in_reports(traffic: Traffic) -> tuple[int, int]:
 
 def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the axes of a region along which the stored shard is the same."""
-    sharded_over = {axis for entry in placement.spec for axis in axes_of(entry)}
-    return tuple(axis for axis in REGION_AXES if degrees.get(axis, 1) > 1 and axis not in sharded_over)
+    sharded_over: set[str] = set()
+    for entry in placement.spec:
+        sharded_over.update(axes_of(entry))
+    axes = []
+    for axis in REGION_AXES:
+        has_several_devices = degrees.get(axis, 1) > 1
+        if has_several_devices and axis not in sharded_over:
+            axes.append(axis)
+    return tuple(axes)
 
 
 def _traffic_of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: Mapping[str, int]) -> Iterator[Traffic]:
@@ -133,7 +139,7 @@ def _reductions_to_shard(placement: Placement, degrees: Mapping[str, int]) -> It
     for group_size, apart in placement.exchanges(degrees[FSDP]):
         purpose = "gradients, summed on arrival"
         yield Traffic("all-to-all", (FSDP,), group_size, placement.reduce_wire, exchanged_bytes, purpose, apart)
-        exchanged_bytes //= group_size
+        exchanged_bytes //= group_size  # of which each device has summed one part
     full_bytes //= degrees[FSDP]
     for axis in placement.axes:
         if axis != FSDP:
@@ -146,7 +152,7 @@ def _sum_over_replicas(placement: Placement, degrees: Mapping[str, int], purpose
     """Yields the sum of gradients over the axes along which the stored parameter is the same, if there are any."""
     axes = copied_over(placement, degrees)
     if axes:
-        num_replicas = math.prod(degrees[axis] for axis in axes)
+        num_replicas = degree_of(axes, degrees)
         shard_bytes = _gradient_bytes(placement, placement.reduce_dtype) // placement.degree
         yield Traffic("all-reduce", axes, num_replicas, placement.reduce_dtype, shard_bytes, purpose)
 

@@ -14,7 +14,7 @@ Modules, from the bottom up:
 
 import dataclasses
 
-from jshard._text import folded_names
+from jshard._text import counted, folded_names
 from jshard.engine.mixing import Mixing
 from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.module import HloArray
@@ -58,6 +58,11 @@ class Window:
     def full_bytes(self) -> int:
         """Bytes of the whole arrays, of one execution."""
         return sum(size for _, size in self.sizes)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the arrays of its result on one device, of one execution."""
+        return sum(array.bytes for array in self.arrays)
 
     @property
     def total_bytes(self) -> int:
@@ -141,8 +146,7 @@ class KernelUse:
     def __str__(self) -> str:
         text = f"{self.kernel} {_FORMS.get(self.form, self.form)}"
         if self.calls:
-            noun = "call" if self.calls == 1 else "calls"
-            text += f" ({self.calls} {noun})"
+            text += f" ({counted(self.calls, 'call')})"
         return text
 
 
@@ -156,6 +160,16 @@ class Schedule:
     flops: float  # floating-point operations of one run, over all loop iterations, with those recomputed for backward
     notes: tuple[str, ...] = ()  # descriptions of uncounted operations
     kernels: tuple[KernelUse, ...] = ()  # the kernels of `jshard.kernels` in it, with their forms
+
+    @property
+    def num_async(self) -> int:
+        """The number of collectives during which the computation continues."""
+        return sum(window.is_async for window in self.windows)
+
+    @property
+    def num_overlapped(self) -> int:
+        """The number of collectives with matrix products between start and end."""
+        return sum(window.is_overlapped for window in self.windows)
 
     @property
     def in_loops(self) -> tuple[Window, ...]:

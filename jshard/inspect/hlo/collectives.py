@@ -36,7 +36,7 @@ def axes_of_groups(group: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[str
 def ring_bytes(kind: str, full_bytes: float, group_size: int) -> float:
     """Returns the bytes that each device of a group sends in one collective, by the ring algorithm."""
     if kind == "collective-permute":
-        return full_bytes
+        return full_bytes  # to one other device, whatever the size of the group
     # In each round all devices send one part of the array in turn. An all-reduce reduces parts, then gathers them.
     rounds = 2 if kind == "all-reduce" else 1
     return rounds * full_bytes * (group_size - 1) / group_size
@@ -54,7 +54,7 @@ def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, 
 def results_of(instruction: Instruction, kind: str) -> tuple[HloArray, ...]:
     """Returns the arrays of a collective's result."""
     shape = instruction.shape
-    # (operands, results, context); an all-reduce of jax 0.10 has the results alone.
+    # (operands, results, context); an all-reduce of jax 0.10 has the results alone. With operands it would count twice.
     if instruction.opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
         shape = elements(shape)[1]
     return arrays(shape)
@@ -76,11 +76,12 @@ def group_of(instruction: Instruction, kind: str, num_devices: int) -> tuple[int
     """Returns the positions of the devices in the first group of a collective."""
     attributes = instruction.attributes
     if kind == "collective-permute":
+        # It has no groups, but pairs of devices of which one sends to the other.
         pairs = _PAIRS.search(attributes)
         if pairs:
             return _linked([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1])])
     all_devices = tuple(range(num_devices))
-    if "replica_groups={}" in attributes:
+    if "replica_groups={}" in attributes:  # no groups: all devices are one
         return all_devices
     if lists := _LISTS.search(attributes):
         return tuple(_ints(lists[1])) or all_devices
@@ -113,9 +114,14 @@ def _linked(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     groups: list[set[int]] = []
     for pair in pairs:
         # All groups that the pair links become one.
-        linked = [group for group in groups if group & set(pair)]
-        groups = [group for group in groups if group not in linked]
-        groups.append(set(pair).union(*linked))
+        linked = set(pair)
+        separate = []
+        for group in groups:
+            if group.isdisjoint(pair):
+                separate.append(group)
+            else:
+                linked |= group
+        groups = [*separate, linked]
     return tuple(sorted(max(groups, key=lambda group: (len(group), -min(group)))))
 
 
@@ -131,7 +137,10 @@ def _mesh_group(instruction: Instruction, sizes: str, axes: str) -> tuple[int, .
 def group_along(sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
     """Returns the positions of the first group of devices along some axes of a mesh."""
     positions = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    first = positions[tuple(slice(None) if axis in axes else 0 for axis in sizes)]
+    index: list[slice | int] = []
+    for axis in sizes:
+        index.append(slice(None) if axis in axes else 0)
+    first = positions[tuple(index)]
     return tuple(np.ravel(first).tolist())
 
 

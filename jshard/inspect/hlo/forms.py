@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from jshard.inspect.hlo.collectives import KINDS, OTHERS, cannot
 from jshard.inspect.hlo.module import Instruction, Module
 
-_WRAPPED = ("async", "call")  # async-start, call-start
+# Asynchronous calls: `async-start` on a GPU, and `call-start` on a TPU, for its sparse cores.
+_WRAPPED = ("async", "call")
 # Instructions whose computations may hold a collective.
 _PRINTING = frozenset(
     "fusion fusion-start call async-start async-update async-done call-start call-update call-done".split()
@@ -40,17 +41,17 @@ class Forms:
         opcode = instruction.opcode
         base = base_opcode(opcode)
         if opcode.endswith("-update"):
-            return None
+            return None  # between start and end
         if base in OTHERS:
             raise cannot(instruction.text, f"{opcode} is not one of {', '.join(KINDS)}.")
         if base in KINDS:
             return self._plain(instruction, base, instruction)
         if opcode == "fusion":
             return self._fusion(instruction)
-        if opcode.endswith("-start") and base in (*_WRAPPED, "fusion"):
+        if opcode.endswith("-start") and base in (*_WRAPPED, "fusion"):  # fusion-start: a GPU's, since jax 0.12
             wrapped = self._first_collective(instruction)
             if wrapped is None:
-                return None
+                return None  # a computation runs beside the others
             return self._plain(instruction, base_opcode(wrapped.opcode), wrapped)
         if opcode.endswith("-done") and base in _WRAPPED:
             return Role("done")
@@ -77,7 +78,8 @@ class Forms:
             return Role("done")
         # A start that XLA:GPU has marked as synchronous is waited for at once, on the same stream.
         is_start = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
-        return Role("start" if is_start else "blocking", kind, collective)
+        stage = "start" if is_start else "blocking"
+        return Role(stage, kind, collective)
 
     def _fusion(self, fusion: Instruction) -> Role | None:
         targets = self._custom_call_targets(fusion)
@@ -86,11 +88,14 @@ class Forms:
             return Role("start", base_opcode(collective.opcode), collective, _chain(fusion, collective))
         if "AsyncCollectiveDone" in targets:
             return Role("done", key=_chain(fusion, collective))
+        # With products inside it is work beside a collective, which is counted where it begins.
         if collective is None or self.carries(fusion) or self._multiplies(fusion):
             return None
         # A TPU fuses an all-reduce with the slice of its result: that is a reduce-scatter.
-        is_scatter = any("scatter" in name for name in (fusion.name, *self._module.called(fusion)))
-        return Role("blocking", "reduce-scatter" if is_scatter else base_opcode(collective.opcode), collective)
+        names = (fusion.name, *self._module.called(fusion))
+        if any("scatter" in name for name in names):
+            return Role("blocking", "reduce-scatter", collective)
+        return Role("blocking", base_opcode(collective.opcode), collective)
 
     def _first_collective(self, instruction: Instruction) -> Instruction | None:
         return next(iter(self.collectives(instruction)), None)
@@ -126,6 +131,9 @@ def channel(collective: Instruction) -> str | None:
 
 def _chain(fusion: Instruction, collective: Instruction | None) -> str:
     """Returns what the fusions of a collective's start and end have in common: its chain, or most of their names."""
-    chain = re.search(r'chain_id="?(\d+)', collective.attributes) if collective is not None else None
-    common = chain[1] if chain else re.sub("start|done", "", fusion.name)
+    if collective is not None:
+        chain = re.search(r'chain_id="?(\d+)', collective.attributes)
+        if chain:
+            return f"chain {chain[1]}"
+    common = re.sub("start|done", "", fusion.name)
     return f"chain {common}"

@@ -10,6 +10,7 @@ FREE_OPCODES = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id copy-start copy-done"
     " slice-start slice-done iota add-dependency opt-barrier optimization-barrier domain".split()
 )
+# They touch a part of their operand: a layer of a stack. The whole stack would count again in each round of a loop.
 _SLICES = ("dynamic-slice", "slice", "gather")
 _ASSUMED_ITEM_BYTES = 4  # of an element type that is not known: an estimate is better than an error
 
@@ -36,11 +37,10 @@ def _bytes_of(instruction: Instruction | None) -> float:
 def instruction_bytes(home: Computation, instruction: Instruction) -> float:
     """Returns the bytes of operands and result; of a slice, or an update in place, only those of the part."""
     if instruction.opcode in _SLICES:
-        return 2 * shape_bytes(instruction.shape)
+        return 2 * shape_bytes(instruction.shape)  # read and written
     if instruction.opcode == "dynamic-update-slice":
-        return 2 * _bytes_of(home.operand(instruction, 1))
-    operands = (home.by_name.get(name) for name in instruction.operands)
-    return shape_bytes(instruction.shape) + sum(map(_bytes_of, operands))
+        return 2 * _bytes_of(home.operand(instruction, 1))  # the part that is written into the first operand
+    return shape_bytes(instruction.shape) + sum(map(_bytes_of, home.operands(instruction)))
 
 
 # ---- fusions
@@ -50,8 +50,11 @@ def fusion_bytes(body: Computation) -> float:
     """Returns the bytes that a fusion reads and writes: values inside cost nothing, slices count by their own size."""
     if "async_collective_fusion" in body.name:
         return _async_fusion_bytes(body)
-    parameters = (instruction for instruction in body.instructions if instruction.opcode == "parameter")
-    return sum(_read_bytes(body, parameter) for parameter in parameters) + _written_bytes(body, body.root)
+    memory_bytes = _written_bytes(body, body.root)
+    for instruction in body.instructions:
+        if instruction.opcode == "parameter":
+            memory_bytes += _read_bytes(body, instruction)
+    return memory_bytes
 
 
 def _read_bytes(body: Computation, value: Instruction) -> float:
@@ -82,19 +85,24 @@ def _written_bytes(body: Computation, result: Instruction | None) -> float:
     if result.opcode == "bitcast":
         return _written_bytes(body, body.operand(result, 0))
     if result.opcode == "tuple":
-        return sum(_written_bytes(body, body.by_name.get(name)) for name in result.operands)
+        return sum(_written_bytes(body, part) for part in body.operands(result))
     return shape_bytes(result.shape)
 
 
 def _async_fusion_bytes(body: Computation) -> float:
     """Returns the bytes of a TPU's fusion that also carries the buffers of a collective in flight.
 
-    Only what its own computation touches is counted: the collective has been counted by itself.
+    Only what its own computation touches is counted: the collective has been counted by itself. With the buffers, a
+    schedule that hides its communication would look slower than one that does not.
     """
-    computing = {instruction.name for instruction in body.instructions if _computes(instruction)}
-    operand_names = (name for computation in computing for name in body.by_name[computation].operands)
-    # By name, since several instructions may read one parameter.
-    read = {source.name: source for source in _sources(body, operand_names) if source.opcode == "parameter"}
+    computing: set[str] = set()
+    read: dict[str, Instruction] = {}  # by name, since several instructions may read one parameter
+    for instruction in body.instructions:
+        if _computes(instruction):
+            computing.add(instruction.name)
+            for source in _sources(body, instruction.operands):
+                if source.opcode == "parameter":
+                    read[source.name] = source
     written = [source for source in _sources(body, _result_names(body)) if source.name in computing]
     return sum(map(_bytes_of, read.values())) + sum(map(_bytes_of, written))
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from jshard.errors import ShardingError
 
+# A computation begins with its name and its type, and ends with a line that begins with `}`: instructions are indented.
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{\s*$")
 _ASSIGNED = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
 _OPCODE = re.compile(r"\s*([\w\-]+)(?=\()")
@@ -49,7 +50,12 @@ class Instruction:
             return ()  # a literal, or a number
         if "%" in self.inside:
             return tuple(re.findall(r"%([\w.\-]+)", self.inside))
-        return tuple(part.split()[-1] for part in self.inside.split(",") if part.split())
+        names = []
+        for operand in self.inside.split(","):
+            words = operand.split()  # a type may be before the name
+            if words:
+                names.append(words[-1])
+        return tuple(names)
 
     @property
     def arrays(self) -> tuple["HloArray", ...]:
@@ -59,13 +65,17 @@ class Instruction:
     def attribute(self, key: str) -> str | None:
         """Returns the value of `key=%name`, without `%`; None if there is none."""
         match = re.search(rf"[ ,{{]{key}=%?([\w.\-]+)", self.attributes)
-        return match[1] if match else None
+        if match is None:
+            return None
+        return match[1]
 
     @property
     def op_name(self) -> str:
         """Its origin in the traced program, such as `jit(step)/jshard[blocks/3]/all_gather`."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
-        return match[1] if match else ""
+        if match is None:
+            return ""
+        return match[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +110,10 @@ class Computation:
         if index >= len(names):
             return None
         return self.by_name.get(names[index])
+
+    def operands(self, instruction: Instruction) -> "list[Instruction | None]":
+        """Returns the instructions that compute the operands, in order; None for one that is not in the text."""
+        return [self.by_name.get(name) for name in instruction.operands]
 
     def source(self, instruction: Instruction | None) -> Instruction | None:
         """Returns the origin of a value, behind copies, bitcasts and tuples made in this computation."""
@@ -142,7 +156,7 @@ class Module:
             yield self.computations[name]
 
 
-# Line breaks within an instruction: a kernel's metadata are lines of their own.
+# Line breaks within an instruction: a kernel's metadata are lines of their own, and its `op_name` comes after them.
 _BROKEN = re.compile(r'\n(?="|}})')
 
 
@@ -292,6 +306,7 @@ _State = dict[int, int]
 
 def trip_count(module: Module, home: Computation, loop: Instruction) -> int | None:
     """Returns the rounds of a `while`: as the compiler noted them, or from a counter; None if unknown."""
+    # XLA:GPU notes it. On a TPU it follows from the condition alone.
     known_count = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
     if known_count:
         return int(known_count[1])
@@ -331,8 +346,8 @@ def _integers(home: Computation, state: Instruction | None, before: _State) -> _
     """Returns the integers in a loop's state, as far as they follow from those in the state before."""
     integers: _State = {}
     if state is not None and state.opcode == "tuple":
-        for place, name in enumerate(state.operands):
-            value = _integer(home, home.by_name.get(name), before)
+        for place, operand in enumerate(home.operands(state)):
+            value = _integer(home, operand, before)
             if value is not None:
                 integers[place] = value
     return integers
@@ -345,7 +360,9 @@ def _integer(home: Computation, instruction: Instruction | None, state: _State) 
         return None
     if source.opcode == "constant":
         is_integer = re.fullmatch(r"\s*-?\d+\s*", source.inside)
-        return int(source.inside) if is_integer else None
+        if not is_integer:
+            return None  # a float, or the elements of an array
+        return int(source.inside)
     operand = home.operand(source, 0)
     if source.opcode == "get-tuple-element" and operand is not None and operand.opcode == "parameter":
         return state.get(tuple_index(source))

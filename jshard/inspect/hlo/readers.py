@@ -35,7 +35,8 @@ class Readers:
         Empty if some of it is read by no unit, or cannot be followed, as into a loop. Also empty if the data sent is
         stored, like a parameter: for any reader, the plan decides whether it is sent.
         """
-        if not all(self._is_computed(home, home.by_name.get(name)) for name in collective.operands):
+        are_computed = all(self._is_computed(home, operand) for operand in home.operands(collective))
+        if not are_computed:
             return ()
         readers = self._readers(home)[collective.name]
         if _NO_UNIT in readers:
@@ -49,7 +50,7 @@ class Readers:
             return False
         if any(instruction.opcode not in _MOVING for instruction in self._unwrapped(source)):
             return True
-        return any(self._is_computed(home, home.by_name.get(name)) for name in source.operands)
+        return any(self._is_computed(home, operand) for operand in home.operands(source))
 
     def _unwrapped(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instructions inside a fusion or a call; of any other one, itself."""
@@ -96,11 +97,12 @@ class Readers:
     def _read_inside(self, user: Instruction, value: Instruction) -> frozenset[str]:
         """Returns the units that read a value inside a fusion or a call; `_NO_UNIT` where it gets through."""
         if user.opcode not in _WRAPPING:
-            return frozenset((_NO_UNIT,))
+            return frozenset((_NO_UNIT,))  # nothing is inside
         body = next(self._module.callees(user))
         places = [str(place) for place, name in enumerate(user.operands) if name == value.name]
         units: set[str] = set()
         for instruction in body.instructions:
+            # Of a parameter the text in parentheses is its place among the operands.
             if instruction.opcode == "parameter" and instruction.inside in places:
                 units |= self._readers(body)[instruction.name]
         return frozenset(units)

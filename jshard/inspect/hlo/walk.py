@@ -109,8 +109,8 @@ class _Body:
         """Returns the tokens of the collectives under way in the parts of a tuple, by place."""
         tokens: dict[int, str] = {}
         if state is not None and state.opcode == "tuple":
-            for place, name in enumerate(state.operands):
-                token = self.token(self.home.by_name.get(name))
+            for place, operand in enumerate(self.home.operands(state)):
+                token = self.token(operand)
                 if token is not None:
                     tokens[place] = token
         return tokens
@@ -175,6 +175,7 @@ class Walk:
             if role is not None:
                 self._note_seen(self._forms.collectives(instruction))
                 self._visit_collective(body, instruction, role)
+            # It has no role, since an asynchronous fusion may be computation alone, such as a copy from the host.
             elif instruction.opcode == "fusion-done" and self._ended_by(body, instruction) in body.under_way:
                 self._end(body, instruction, self._ended_by(body, instruction))
             elif instruction.opcode == "while":
@@ -279,9 +280,10 @@ class Walk:
 
     def _visit_loop(self, body: _Body, loop: Instruction) -> None:
         scope = body.scope
-        known_count = trip_count(self._module, body.home, loop)
-        is_unknown = known_count is None
-        count = 1 if known_count is None else known_count
+        count = trip_count(self._module, body.home, loop)
+        is_unknown = count is None
+        if count is None:
+            count = 1
         num_windows = len(self.windows)
         in_loop = dataclasses.replace(scope, loop=loop.name, in_unknown_loop=scope.in_unknown_loop or is_unknown)
         # The condition runs once more than the body; of an unknown length one iteration of both is counted.
@@ -305,7 +307,9 @@ class Walk:
         num_windows = len(self.windows)
         condition = self._walk(name, scope)
         communicates = len(self.windows) > num_windows
-        return condition if communicates or condition.passed.matmuls else None
+        if communicates or condition.passed.matmuls:
+            return condition
+        return None
 
     def _add_loop(self, body: _Body, loop: Instruction, inner: _Body, count: int) -> None:
         """Adds a loop to the steps, with the collectives that are under way across its edges.
@@ -320,18 +324,17 @@ class Walk:
         if unknown:
             raise cannot(loop.text, f"it waits for {min(unknown)}, which has no collective in flight at its start.")
         turning = _in_flight(inner.tokens_in(inner.home.root), inner, passed_on=arriving)
+        turns: list[tuple[str, str]] = []
+        leaves: list[tuple[str, str]] = []
         for place, token in turning.items():
             self._turn(body, inner, token, inner.arriving(place), _leaving(loop, place))
+            turns.append((token, inner.arriving(place)))
+            leaves.append((inner.arriving(place), _leaving(loop, place)))
+        enters: list[tuple[str, str]] = []
         for place, token in entering.items():
             self._enter(body, inner, token, inner.arriving(place), _leaving(loop, place))
-        step = Loop(
-            loop.name,
-            count,
-            tuple(inner.steps),
-            enters=tuple((token, inner.arriving(place)) for place, token in entering.items()),
-            turns=tuple((token, inner.arriving(place)) for place, token in turning.items()),
-            leaves=tuple((inner.arriving(place), _leaving(loop, place)) for place in turning),
-        )
+            enters.append((token, inner.arriving(place)))
+        step = Loop(loop.name, count, tuple(inner.steps), tuple(enters), tuple(turns), tuple(leaves))
         # A collective outside of the loop that runs beside it runs beside all of its rounds.
         work = added(inner.parts).times(count)
         body.steps.append(step)
@@ -487,7 +490,7 @@ def _check_size(mesh: Mesh | AbstractMesh, module: Module) -> None:
     """Raises unless a program runs on as many devices as a mesh has."""
     num_devices = math.prod(mesh.axis_sizes)
     if num_devices != module.num_devices:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
         raise ProgramError(
             "The program was not compiled for this mesh.",
             where=f"mesh ({sizes})",

@@ -70,7 +70,6 @@ def added(parts: Iterable[OpWork]) -> OpWork:
         uncounted.update(dict.fromkeys(part.uncounted))
     sums = []
     for products in equal.values():
-        flops = sum(product.flops for product in products)
-        count = sum(product.count for product in products)
-        sums.append(dataclasses.replace(products[0], flops=flops, count=count))
+        together = OpWork(tuple(products))
+        sums.append(dataclasses.replace(products[0], flops=together.total_flops, count=together.matmuls))
     return OpWork(tuple(sums), memory_bytes, tuple(uncounted))

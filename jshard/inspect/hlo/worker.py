@@ -73,10 +73,8 @@ class Worker:
 
 def _is_hosts(home: Computation, instruction: Instruction) -> bool:
     """Returns whether an instruction has to do with the host's memory."""
-    if _HOST in instruction.shape:
-        return True
-    operands = (home.operand(instruction, i) for i in range(len(instruction.operands)))
-    return any(_HOST in operand.shape for operand in operands if operand is not None)
+    values = [instruction, *home.operands(instruction)]
+    return any(value is not None and _HOST in value.shape for value in values)
 
 
 # ---- arrays and attributes
@@ -90,7 +88,7 @@ def _array(instruction: Instruction | None) -> HloArray:
 
 
 def _operand_arrays(home: Computation, instruction: Instruction) -> list[HloArray]:
-    return [_array(home.operand(instruction, i)) for i in range(len(instruction.operands))]
+    return [_array(operand) for operand in home.operands(instruction)]
 
 
 def _target(call: Instruction) -> str:
@@ -110,7 +108,11 @@ def _dims(text: str, key: str) -> list[int]:
 
 
 def _size_along(array: HloArray, dims: list[int]) -> int:
-    return math.prod(array.dims[dim] for dim in dims if dim < len(array.dims))
+    size = 1
+    for dim in dims:
+        if dim < len(array.dims):
+            size *= array.dims[dim]
+    return size
 
 
 # ---- matrix products
@@ -120,7 +122,9 @@ def _product(dtype: str, batch: float, rows: float, columns: float, contracted: 
     """Returns the work of one product, or of a batch of them; none if a size is 0."""
     sizes = (batch, rows, columns, contracted)
     flops = 2.0 * math.prod(sizes)
-    return OpWork((EqualProducts(dtype, flops, sizes=sizes),)) if flops else OpWork()
+    if not flops:
+        return OpWork()
+    return OpWork((EqualProducts(dtype, flops, sizes=sizes),))
 
 
 def _dot(home: Computation, dot: Instruction) -> OpWork:
@@ -195,10 +199,10 @@ def _own_kernel(home: Computation, call: Instruction) -> OpWork:
     _, _, kernel = call.op_name.rpartition(_OWN_KERNEL)
     if "_norm" in kernel:
         return OpWork()
-    left, *others = _operand_arrays(home, call)
+    left, *operands = _operand_arrays(home, call)
     out = _array(call)
     products = []
-    for right in others:
+    for right in operands:
         if len(right.dims) == 2:
             sizes = _ProductSizes.of(left.num_elements, right.num_elements, out.num_elements)
             products.append(_product(left.dtype, 1, *sizes))
@@ -226,9 +230,10 @@ def _splash_attention(home: Computation, call: Instruction, num_products: int) -
     operands = _operand_arrays(home, call)
     query, key = [array for array in operands if len(array.dims) == 4][:2]
     flops = 2.0 * num_products * query.num_elements * key.dims[2]  # each query with each key
-    if any(array.dtype == "s32" and len(array.dims) == 2 for array in operands):
-        num_blocks = operands[0].dims[-1]
-        flops *= (num_blocks + 1) / (2 * num_blocks)
+    has_positions = any(array.dtype == "s32" and len(array.dims) == 2 for array in operands)
+    if has_positions:
+        num_blocks = operands[0].dims[-1]  # the first operand is the grid of blocks, queries by keys
+        flops *= (num_blocks + 1) / (2 * num_blocks)  # those on the diagonal and on one side of it
     return OpWork((EqualProducts(query.dtype, flops, num_products, is_attention=True),))
 
 
@@ -248,14 +253,18 @@ def _convolution(home: Computation, convolution: Instruction) -> OpWork:
     kernel_sizes = _sizes_by_label(labels[2], _array(home.operand(convolution, 1)))
     out_sizes = _sizes_by_label(labels[3], _array(convolution))
     window_text = re.search(r"window=\{([^}]*)\}", convolution.attributes)
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", window_text[1])) if window_text else {}
+    window: dict[str, str] = {}
+    if window_text:
+        window = dict(re.findall(r"(\w+)=([\w\-]+)", window_text[1]))
 
     num_pairs = 1
     spatial_dims = sorted(label for label in kernel_sizes if label.isdigit())
     for i, dim in enumerate(spatial_dims):
         num_pairs *= _num_pairs(window, i, image_sizes.get(dim, 1), kernel_sizes[dim], out_sizes.get(dim, 1))
     flops = 2.0 * out_sizes.get("b", 1) * out_sizes.get("f", 1) * kernel_sizes.get("i", 1) * num_pairs
-    return OpWork((EqualProducts(image.dtype, flops),)) if flops else OpWork()
+    if not flops:
+        return OpWork()
+    return OpWork((EqualProducts(image.dtype, flops),))
 
 
 def _sizes_by_label(labels: str, array: HloArray) -> dict[str, int]:

@@ -74,7 +74,9 @@ def read_profile(
     """
     files = find_profile(path)
     processes = _read(files)
-    devices = [device for process in processes for device in process.devices]
+    devices: list[DeviceEvents] = []
+    for process in processes:
+        devices += process.devices
     if not devices:
         raise _no_device(files, processes)
 
@@ -90,7 +92,9 @@ def read_profile(
     complete = complete_steps(timelines, numbered, None if lacking else ops)
     if not complete:
         raise _no_step(files, len(numbered.runs))
-    chosen = complete if steps is None else _choose(files, complete, steps)
+    chosen = complete
+    if steps is not None:
+        chosen = _choose(files, complete, steps)
     measured = tuple(measured_step(number, timelines, numbered, ops) for number in chosen)
     notes = [
         *_notes_on_steps(numbered, len(complete)),
@@ -131,7 +135,7 @@ def _notes_on_steps(steps: StepNumbers, num_complete: int) -> Iterator[str]:
 def _notes_on_text(timelines: Sequence[DeviceRuns], ops: Ops) -> Iterator[str]:
     if ops.has_text:
         return
-    if any(run.id is None for timeline in timelines for run in timeline.runs):
+    if any(None in timeline.run_ids for timeline in timelines):
         yield "Steps are found by repeating operations, which is less reliable than the program's text."
     yield "Units are unknown: pass program=, the compiled step; `jshard train --profile` stores it."
 
@@ -141,8 +145,8 @@ def _notes_on_others(files: ProfileFiles, lacking: Collection[str]) -> Iterator[
     if files.others:
         yield f"The newest of {files.others + 1} profiles; for another one name its folder."
     if lacking:
-        which = f"{len(lacking)} collectives, such as {min(lacking)}"
-        yield f"The text is of another compilation: it lacks {which}."
+        collectives = f"{len(lacking)} collectives, such as {min(lacking)}"
+        yield f"The text is of another compilation: it lacks {collectives}."
 
 
 # ---- files
@@ -199,7 +203,10 @@ def _no_device(files: ProfileFiles, processes: Sequence[ProcessEvents]) -> RunEr
 
 
 def _no_run(files: ProfileFiles, name: str, devices: Sequence[DeviceEvents]) -> ShardingError:
-    modules = {event.module for device in devices for event in device.events if event.module}
+    modules: set[str] = set()
+    for device in devices:
+        modules.update(event.module for event in device.events)
+    modules.discard("")  # of events that name no program
     in_profile = ", ".join(sorted(modules)) or "none"
     in_text = name or "a program without a name"
     return ShardingError(

@@ -100,12 +100,15 @@ def process_events(data: _RawProfile) -> ProcessEvents:
         elif match := _DEVICE.match(plane.name):
             read = _gpu_events if match[1] == "GPU" else _tpu_events
             devices.append(read(plane, int(match[2])))
-    active = tuple(device for device in devices if device.events)
+    active = [device for device in devices if device.events]
     if not active:
         # Only then: beside a GPU, the host's threads also run small programs of their own.
-        active = tuple(device for plane in host for device in _cpu_devices(plane))
-    marks = {number for plane in host for number in _marks(plane)}
-    return ProcessEvents(active, tuple(sorted(marks)))
+        for plane in host:
+            active += _cpu_devices(plane)
+    marks: set[int] = set()
+    for plane in host:
+        marks.update(_marks(plane))
+    return ProcessEvents(tuple(active), tuple(sorted(marks)))
 
 
 # ---- GPU
@@ -116,7 +119,8 @@ def _gpu_events(plane: _RawPlane, number: int) -> DeviceEvents:
     for line in plane.lines:
         if _STREAM.match(line.name):  # other lines are derived from these
             events += _plain_events(line.events)
-    return DeviceEvents(f"gpu:{number}", "gpu", _by_begin(e for e in events if not _HOST_COPY.match(e.label)))
+    without_copies = [event for event in events if not _HOST_COPY.match(event.label)]
+    return DeviceEvents(f"gpu:{number}", "gpu", _by_begin(without_copies))
 
 
 # ---- TPU
@@ -141,7 +145,10 @@ def _tpu_runs(raws: Iterable[_RawEvent]) -> list[Event]:
     runs = []
     for place, event in enumerate(_by_begin(_plain_events(raws))):
         module = _PROGRAM_ID.sub("", event.label)
-        number = place if event.run is None else event.run
+        number = event.run
+        if number is None:
+            number = place
+        # It contains the operations of its program: as computation it would cover their gaps, too.
         runs.append(dataclasses.replace(event, module=module, run=number, computes=False))
     return runs
 
@@ -165,12 +172,14 @@ def _paired(raws: Iterable[_RawEvent]) -> list[Event]:
         details = _details(raw)
         event = dataclasses.replace(_event(raw, details), computes=False)
         flow = details.get("flow")
+        # An event without a flow is a whole operation.
         key = place if flow is None else (flow, re.sub("-(start|done)", "", event.op))
         pairs.setdefault(key, []).append(event)
     operations = []
     for events in pairs.values():
         first = min(events, key=_begin)
-        operations.append(dataclasses.replace(first, end_ps=max(event.end_ps for event in events)))
+        last = max(events, key=_end)
+        operations.append(dataclasses.replace(first, end_ps=last.end_ps))
     return operations
 
 
@@ -204,6 +213,7 @@ class _CpuThreads:
             if raw.name.startswith(_SKIPPED):
                 continue
             details = _details(raw)
+            # The number of a flow is `_p` where the operation began, and `_c` where its end is reported.
             if raw.name.startswith(_END) and "_c" in details:
                 reports_ps[details["_c"]] = _begin_ps(raw)
             elif raw.name == _NEXT_OPERATIONS:
@@ -212,7 +222,7 @@ class _CpuThreads:
                 event = _event(raw, details)
                 ordinal = int(details["device_ordinal"])
                 events[ordinal].append(event)
-                self._flows[ordinal, event.op, event.begin_ps] = details.get("_p", -1)
+                self._flows[ordinal, event.op, event.begin_ps] = details.get("_p", -1)  # -1: it has no report
         self._add_ends(reports_ps, next_operations)
         for ordinal, of_device in events.items():
             self.events[ordinal] += _nested(of_device)
@@ -223,7 +233,8 @@ class _CpuThreads:
         for flow, report_ps in reports_ps.items():
             first = bisect.bisect_left(next_operations, report_ps - _REPORT_DELAY_PS, key=_end)
             last = bisect.bisect_right(next_operations, report_ps, key=_end)
-            self._ends_ps[flow] = [report_ps, *(event.begin_ps for event in next_operations[first:last])]
+            begins_ps = [event.begin_ps for event in next_operations[first:last]]
+            self._ends_ps[flow] = [report_ps, *begins_ps]
 
     def ended(self, ordinal: int, event: Event) -> Event:
         """Returns an event with the end of its operation, if that is later."""

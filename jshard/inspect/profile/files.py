@@ -66,10 +66,8 @@ def find_profile(path: str | os.PathLike[str]) -> ProfileFiles:
     if not oldest_first:
         raise _no_profile(path, why_none)
     newest = _newest_profile(oldest_first)
-    other_profiles = {_profile_folder(file) for file in oldest_first} - {_profile_folder(file) for file in newest}
-    labels = _labels(newest)
-    files = tuple(ProfileFile(file, label) for file, label in zip(newest, labels, strict=True))
-    return ProfileFiles(files, _find_program(newest[0]), len(other_profiles))
+    profiles = {_profile_folder(file) for file in oldest_first}  # the newest is one of them
+    return ProfileFiles(_labelled(newest), _find_program(newest[0]), others=len(profiles) - 1)
 
 
 def _newest_profile(oldest_first: Sequence[Path]) -> list[Path]:
@@ -81,22 +79,21 @@ def _newest_profile(oldest_first: Sequence[Path]) -> list[Path]:
     for file in oldest_first:
         if _profile_folder(file) == _profile_folder(newest):
             latest_of_process[_process_number(file)] = file
-    numbers = sorted(latest_of_process, key=lambda number: number or 0)
-    return [latest_of_process[number] for number in numbers]
+    return sorted(latest_of_process.values(), key=lambda file: _process_number(file) or 0)
 
 
-def _labels(files: Sequence[Path]) -> list[str]:
-    """Returns what distinguishes the processes of some files in reports."""
+def _labelled(files: Sequence[Path]) -> tuple[ProfileFile, ...]:
+    """Returns the files of a profile, with what distinguishes their processes in reports."""
     if len(files) == 1:
-        return [""]
-    labels = []
-    for file in files:
-        number = _process_number(file)
-        if number is None:
-            labels.append(file.name.removesuffix(_SUFFIX))  # the profiler names files after their hosts
-        else:
-            labels.append(f"process {number}")
-    return labels
+        return (ProfileFile(files[0], label=""),)
+    return tuple(ProfileFile(file, _process_label(file)) for file in files)
+
+
+def _process_label(file: Path) -> str:
+    number = _process_number(file)
+    if number is None:
+        return file.name.removesuffix(_SUFFIX)  # the profiler names files after their hosts
+    return f"process {number}"
 
 
 def _process_number(file: Path) -> int | None:

@@ -29,13 +29,16 @@ class Shares:
     def hidden(self) -> float | None:
         """The share of the communication that is hidden; None without communication."""
         total_s = self.communicating_s + self.both_s
-        return self.both_s / total_s if total_s else None
+        if not total_s:
+            return None
+        return self.both_s / total_s
 
     @classmethod
     def mean(cls, shares: Iterable["Shares"]) -> "Shares":
         """Returns the mean of each part."""
         rows = [dataclasses.astuple(row) for row in shares]
-        return cls(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+        means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        return cls(*means)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,11 @@ class DeviceStep:
     computing: tuple[TimeSpan, ...] = ()  # when something computed
     exposed: tuple[TimeSpan, ...] = ()  # when something communicated, and nothing computed
     flights: tuple[Flight, ...] = ()  # by their begin
+
+
+def mean_shares(steps: Iterable[DeviceStep]) -> Shares:
+    """Returns the mean of each part over some steps on some devices."""
+    return Shares.mean(step.shares for step in steps)
 
 
 def measure(

@@ -64,7 +64,11 @@ class Ops:
     @functools.cached_property
     def outermost(self) -> frozenset[str]:
         """Names of the operations outside loops and branches, as far as a text has them."""
-        return frozenset(op.name for op in self._ops_in_text.values() if op.place is not None)
+        return frozenset(op.name for op in self._outermost_places)
+
+    @functools.cached_property
+    def _outermost_places(self) -> dict[Op, int]:
+        return {op: op.place for op in self._ops_in_text.values() if op.place is not None}
 
     def of(self, event: Event) -> Op:
         """Returns the operation of an event."""
@@ -86,6 +90,7 @@ class Ops:
 
     def _in_text(self, event: Event) -> Op | None:
         """Returns the operation of the text that an event names, unless the event is of another program."""
+        # Each program has its own `fusion.1`.
         if event.module and self.program is not None and event.module != self.program:
             return None
         return self._ops_in_text.get(event.op) or self._ops_in_text.get(_shared_name(event.op))
@@ -111,13 +116,16 @@ class Ops:
         Args:
             seen: names of operations.
         """
-        outermost = {op: op.place for op in self._ops_in_text.values() if op.place is not None}
-        seen_places = [place for op, place in outermost.items() if op.name in seen]
+        seen_places = [place for op, place in self._outermost_places.items() if op.name in seen]
         if not seen_places:
             return False
         first = min(seen_places)
         last = max(seen_places)
-        return any(op.kind and not first <= place <= last for op, place in outermost.items())
+        for op, place in self._outermost_places.items():
+            is_outside = place < first or place > last
+            if op.kind and is_outside:
+                return True
+        return False
 
 
 class _Table:
@@ -133,6 +141,7 @@ class _Table:
             for i, instruction in enumerate(computation.instructions):
                 place = i if is_outermost else None
                 self.ops[instruction.name] = self._op(computation, instruction, place)
+        # An event may also have the name that a start and an end share.
         for op in list(self.ops.values()):
             self.ops.setdefault(op.name, op)
 

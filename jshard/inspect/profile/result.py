@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from jshard._text import duration, folded_names, name_pattern
-from jshard.inspect.profile.measured import DeviceStep, MeasuredCollective, Shares
-from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
-from jshard.inspect.timelines import Bar, chrome_trace, html_page, phase_bars
+from jshard._text import counted, duration, folded_names, name_pattern
+from jshard.inspect.profile.measured import DeviceStep, MeasuredCollective, Shares, mean_shares
+from jshard.inspect.tables import FittedTable, Printed, add_row, dicts_of, made_table
+from jshard.inspect.timelines import Bar, chrome_trace, html_page, last_end_s, phase_bars
 
 _PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
 _SHOWN = 12  # rows of a table
@@ -29,7 +29,7 @@ class TraceStep:
     @property
     def shares(self) -> Shares:
         """The mean over the devices."""
-        return Shares.mean(measured.shares for measured in self.devices)
+        return mean_shares(self.devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,38 +64,38 @@ class Trace(Printed):
     @property
     def shares(self) -> Shares:
         """The four parts of a step, as means over steps and devices."""
-        return Shares.mean(measured.shares for measured in self._device_steps)
+        return mean_shares(self._device_steps)
 
     @property
     def shares_by_device(self) -> dict[str, Shares]:
         """The mean over the steps, for each device."""
         means = {}
         for device in self.devices:
-            means[device] = Shares.mean(step.shares for step in self._device_steps if step.device == device)
+            means[device] = mean_shares(step for step in self._device_steps if step.device == device)
         return means
 
     @property
     def between_s(self) -> float | None:
         """Mean time between two steps on a device; it is part of neither. None if no step follows another."""
         gaps_s = [step.since_last_s for step in self._device_steps if step.since_last_s is not None]
-        return sum(gaps_s) / len(gaps_s) if gaps_s else None
+        if not gaps_s:
+            return None
+        return sum(gaps_s) / len(gaps_s)
 
     @property
     def by_kind(self) -> tuple[TraceRow, ...]:
         """The collectives by kind, the most exposed first."""
-        return _most_exposed_first([self._row(times) for times in self._grouped(_kind)])
+        return self._rows(_kind)
 
     @property
     def by_unit(self) -> tuple[TraceRow, ...]:
         """The collectives by kind, phase and unit, equal units of a list together; the most exposed first."""
-        rows = [self._row(times, has_unit=True) for times in self._grouped(_kind_phase_and_units)]
-        return _most_exposed_first(rows)
+        return self._rows(_kind_phase_and_units, has_unit=True)
 
     @property
     def by_instruction(self) -> tuple[TraceRow, ...]:
         """Each collective of the program separately, the most exposed first."""
-        rows = [self._row(times, has_unit=True, name=times[0].op.name) for times in self._grouped(_operation)]
-        return _most_exposed_first(rows)
+        return self._rows(_operation, has_unit=True, has_name=True)
 
     def to_json(self) -> str:
         """Returns everything as JSON text; times of rows are means over steps and devices."""
@@ -108,9 +108,9 @@ class Trace(Printed):
             "mean": _shares_dict(self.shares),
             "between_s": self.between_s,
             "steps": [_step_dict(step) for step in self.steps],
-            "by_kind": [dataclasses.asdict(row) for row in self.by_kind],
-            "by_unit": [dataclasses.asdict(row) for row in self.by_unit],
-            "by_instruction": [dataclasses.asdict(row) for row in self.by_instruction],
+            "by_kind": dicts_of(self.by_kind),
+            "by_unit": dicts_of(self.by_unit),
+            "by_instruction": dicts_of(self.by_instruction),
             "notes": list(self.notes),
         }
         return json.dumps(values, indent=1)
@@ -141,7 +141,10 @@ class Trace(Printed):
 
     @property
     def _device_steps(self) -> list[DeviceStep]:
-        return [measured for step in self.steps for measured in step.devices]
+        measured: list[DeviceStep] = []
+        for step in self.steps:
+            measured += step.devices
+        return measured
 
     @property
     def _drawn_step(self) -> TraceStep:
@@ -159,24 +162,46 @@ class Trace(Printed):
                 groups.setdefault(key(time), []).append(time)
         return list(groups.values())
 
-    def _row(self, times: Sequence[MeasuredCollective], *, has_unit: bool = False, name: str | None = None) -> TraceRow:
+    def _rows(
+        self, key: Callable[[MeasuredCollective], Hashable], *, has_unit: bool = False, has_name: bool = False
+    ) -> tuple[TraceRow, ...]:
+        """Returns a row for the collectives with equal keys, the most exposed first.
+
+        Args:
+            key: what those of one row have in common.
+            has_unit: whether those of one row are of equal units, in one phase.
+            has_name: whether those of one row are one instruction.
+        """
+        rows = [self._row(times, has_unit, has_name) for times in self._grouped(key)]
+        return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.in_flight_s)))
+
+    def _row(self, times: Sequence[MeasuredCollective], has_unit: bool, has_name: bool) -> TraceRow:
         """Returns the row of some collectives, with means over all steps and devices, also those without them."""
-        unit = None
-        phase = None
-        if has_unit:
-            units = {unit for time in times for unit in time.op.units}
-            unit = ", ".join(folded_names(sorted(units))) or None
-            phase = times[0].op.phase
+        units: set[str] = set()
+        runs = 0
+        in_flight_s = 0.0
+        exposed_s = 0.0
+        for time in times:
+            units.update(time.op.units)
+            runs += time.runs
+            in_flight_s += time.in_flight_s
+            exposed_s += time.exposed_s
         num_device_steps = len(self._device_steps)
-        return TraceRow(
+        row = TraceRow(
             kind=times[0].op.kind,
-            unit=unit,
-            phase=phase,
-            name=name,
-            runs=sum(time.runs for time in times) / num_device_steps,
-            in_flight_s=sum(time.in_flight_s for time in times) / num_device_steps,
-            exposed_s=sum(time.exposed_s for time in times) / num_device_steps,
+            unit=None,
+            phase=None,
+            name=None,
+            runs=runs / num_device_steps,
+            in_flight_s=in_flight_s / num_device_steps,
+            exposed_s=exposed_s / num_device_steps,
         )
+        if has_unit:
+            unit = ", ".join(folded_names(sorted(units))) or None
+            row = dataclasses.replace(row, unit=unit, phase=times[0].op.phase)
+        if has_name:
+            row = dataclasses.replace(row, name=times[0].op.name)
+        return row
 
 
 # ---- rows
@@ -193,10 +218,6 @@ def _kind_phase_and_units(time: MeasuredCollective) -> Hashable:
 
 def _operation(time: MeasuredCollective) -> Hashable:
     return time.op
-
-
-def _most_exposed_first(rows: Iterable[TraceRow]) -> tuple[TraceRow, ...]:
-    return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.in_flight_s)))
 
 
 # ---- JSON
@@ -217,8 +238,7 @@ def _shares_dict(shares: Shares) -> dict[str, object]:
 def _timeline(measured: DeviceStep) -> list[Bar]:
     """Returns a measured step as bars to be drawn: the device's own work, and the collectives in flight."""
     bars = [*_computation_bars(measured), *_flight_bars(measured)]
-    end_s = max((bar.end_s for bar in bars), default=0.0)
-    return [*phase_bars(_backward_begin_s(measured), end_s), *bars]
+    return [*phase_bars(_backward_begin_s(measured), last_end_s(bars)), *bars]
 
 
 def _computation_bars(measured: DeviceStep) -> list[Bar]:
@@ -237,7 +257,9 @@ def _flight_bars(measured: DeviceStep) -> list[Bar]:
     for (begin_s, end_s), collective in measured.flights:
         lane = _free_lane(lane_ends_s, begin_s)
         lane_ends_s[lane : lane + 1] = [end_s]  # a new lane if all are in use
-        lane_name = f"communication {lane + 1}" if lane else "communication"
+        lane_name = "communication"
+        if lane > 0:
+            lane_name += f" {lane + 1}"
         op = measured.collectives[collective].op
         unit = "+".join(folded_names(op.units))
         phase = op.phase or ""
@@ -267,16 +289,15 @@ def _backward_begin_s(measured: DeviceStep) -> float:
 
 
 def _headline(trace: Trace) -> str:
-    numbers = [step.number for step in trace.steps]
-    which = f"step {numbers[0]}"
-    if len(numbers) > 1:
-        which = f"{len(numbers)} steps ({numbers[0]}..{numbers[-1]})"
-    noun = "device" if len(trace.devices) == 1 else "devices"
-    devices = f"{len(trace.devices)} {trace.platform.upper()} {noun}"
+    first = trace.steps[0].number
+    steps = f"step {first}"
+    if len(trace.steps) > 1:
+        steps = f"{len(trace.steps)} steps ({first}..{trace.steps[-1].number})"
+    devices = counted(len(trace.devices), f"{trace.platform.upper()} device")
     hidden = "no communication"
     if trace.shares.hidden is not None:
         hidden = f"{trace.shares.hidden:.1%} of the communication hidden"
-    return f"Measured: {which} of {trace.program} on {devices}, {_ms(trace.shares.step_s)} ms a step, {hidden}."
+    return f"Measured: {steps} of {trace.program} on {devices}, {_ms(trace.shares.step_s)} ms a step, {hidden}."
 
 
 def _parts_table(shares: Shares) -> FittedTable:
@@ -325,7 +346,9 @@ def _collectives_table(trace: Trace) -> FittedTable:
     table = made_table("Collectives", *columns, caption=caption)
     rows = trace.by_unit if trace.has_units else trace.by_kind
     for row in rows[:_SHOWN]:
-        unit = f"{row.unit} {row.phase or ''}".rstrip() if row.unit else "-"
+        unit = "-"
+        if row.unit:
+            unit = f"{row.unit} {row.phase or ''}".rstrip()
         add_row(table, row.kind, unit, *_times(row, trace.shares))
     if len(rows) > _SHOWN:
         add_row(table, f"... and {len(rows) - _SHOWN} more", "", "", "", "", "")
@@ -337,7 +360,9 @@ def _collectives_table(trace: Trace) -> FittedTable:
 
 def _times(row: TraceRow, step: Shares) -> tuple[str, str, str, str]:
     """Returns the cells of a row after its names: runs, in flight, exposed, share of the step."""
-    runs = f"{row.runs:g}" if row.runs < 1e4 else f"{row.runs:.0f}"  # not 1e+04
+    runs = f"{row.runs:g}"
+    if row.runs >= 1e4:
+        runs = f"{row.runs:.0f}"  # not 1e+04
     return runs, _ms(row.in_flight_s), _ms(row.exposed_s), _share(row.exposed_s, step)
 
 

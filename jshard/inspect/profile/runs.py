@@ -45,14 +45,17 @@ def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> lis
         ops: its operations.
         marked: how many steps the program marked.
     """
-    of_program = [event for event in device.events if not program or event.module in ("", program)]
-    if any(event.run is not None for event in of_program):
-        events_by_id: dict[int, list[Event]] = collections.defaultdict(list)
-        for event in of_program:
-            if event.run is not None:
-                events_by_id[event.run].append(event)
-        runs = [_run(events, ops, id) for id, events in events_by_id.items()]
-    else:
+    of_program: list[Event] = []
+    events_by_id: dict[int, list[Event]] = collections.defaultdict(list)
+    for event in device.events:
+        is_of_another = bool(program and event.module) and event.module != program
+        if is_of_another:
+            continue
+        of_program.append(event)
+        if event.run is not None:
+            events_by_id[event.run].append(event)
+    runs = [_run(events, ops, id) for id, events in events_by_id.items()]
+    if not runs:  # the profile numbers none
         runs = [_run(events, ops, None) for events in _split_by_repetition(of_program, ops, marked)]
     return sorted(runs, key=lambda run: run.begin_ps)
 
@@ -71,10 +74,13 @@ def expected_ops(runs: Iterable[Run], ops: Ops | None) -> frozenset[str]:
 
 
 def _run(events: Sequence[Event], ops: Ops, id: int | None) -> Run:
-    names = frozenset(ops.of(event).name for event in events)
-    begin_ps = min(event.begin_ps for event in events)
-    end_ps = max(event.end_ps for event in events)
-    return Run(begin_ps, end_ps, id, names)
+    begin_ps = events[0].begin_ps  # those of a device are in the order of their begins, not of their ends
+    end_ps = begin_ps
+    names: set[str] = set()
+    for event in events:
+        end_ps = max(end_ps, event.end_ps)
+        names.add(ops.of(event).name)
+    return Run(begin_ps, end_ps, id, frozenset(names))
 
 
 def _split_by_repetition(events: Sequence[Event], ops: Ops, marked: int) -> list[list[Event]]:
@@ -82,6 +88,8 @@ def _split_by_repetition(events: Sequence[Event], ops: Ops, marked: int) -> list
 
     No single operation marks the begin: streams run beside each other, and the first one may be cut off.
     """
+    if not events:
+        return []
     order = _order_in_program(events, ops, marked)
     ranks = {name: place / max(1, len(order) - 1) for place, name in enumerate(order)}  # 0 to 1
     runs: list[list[Event]] = [[]]
@@ -94,7 +102,7 @@ def _split_by_repetition(events: Sequence[Event], ops: Ops, marked: int) -> list
             runs.append([])
             is_late = False
         runs[-1].append(event)
-    return [run for run in runs if run]
+    return runs
 
 
 def _order_in_program(events: Sequence[Event], ops: Ops, marked: int) -> list[str]:

@@ -27,6 +27,11 @@ class DeviceRuns:
     runs: list[Run]
     process: int  # the index of its file
 
+    @property
+    def run_ids(self) -> set[int | None]:
+        """How the profile calls the runs; None is among them if it does not."""
+        return {run.id for run in self.runs}
+
 
 @dataclasses.dataclass(frozen=True)
 class StepNumbers:
@@ -59,21 +64,23 @@ def number_steps(timelines: Sequence[DeviceRuns], processes: Sequence[ProcessEve
     The number is that of the mark, if every run has one; otherwise steps are counted from 1.
     """
     marks = [process.marks for process in processes]
+    timelines_of_process: dict[int, list[DeviceRuns]] = collections.defaultdict(list)
+    for timeline in timelines:
+        timelines_of_process[timeline.process].append(timeline)
     runs: dict[int, dict[str, int]] = collections.defaultdict(dict)
     are_marked = True
-    for process in sorted({timeline.process for timeline in timelines}):
+    for process, of_process in sorted(timelines_of_process.items()):
         # A process counts by itself, as it may have begun its profile a step later than another.
-        of_process = [timeline for timeline in timelines if timeline.process == process]
-        steps_of_runs = _steps_of_runs(of_process)
-        num_steps = 1 + max(max(steps) for steps in steps_of_runs)
+        steps_by_timeline = _steps_of_runs(of_process)
+        num_steps = 1 + max(max(steps) for steps in steps_by_timeline.values())
         # Processes run the same steps: the marks of one are valid for another.
-        numbers = _of_length(num_steps, [marks[process], *marks])
+        numbers = _of_length(num_steps, [marks[process], *marks])  # its own first
         if numbers is None:
             are_marked = False
             numbers = range(1, num_steps + 1)
-        for timeline, steps in zip(of_process, steps_of_runs, strict=True):
+        for name, steps in steps_by_timeline.items():
             for run, step in enumerate(steps):
-                runs[numbers[step]][timeline.name] = run
+                runs[numbers[step]][name] = run
     return StepNumbers(runs, are_marked)
 
 
@@ -85,22 +92,25 @@ def _of_length(length: int, candidates: Iterable[Sequence[int]]) -> Sequence[int
     return None
 
 
-def _steps_of_runs(timelines: Sequence[DeviceRuns]) -> list[list[int]]:
-    """Returns for each device of a process which step each of its runs is, counted from 0.
+def _steps_of_runs(timelines: Sequence[DeviceRuns]) -> dict[str, list[int]]:
+    """Returns which step each run is, counted from 0, by the names of the devices of a process.
 
     If the profile names the runs, devices of one process have the same names for the same step; else the first runs
     of all devices are one step, and so on.
     """
-    ids = [{run.id for run in timeline.runs} for timeline in timelines]
+    ids = [timeline.run_ids for timeline in timelines]
     are_named = None not in set.union(*ids)
     if not are_named or not set.intersection(*ids):
-        return [list(range(len(timeline.runs))) for timeline in timelines]
+        return {timeline.name: list(range(len(timeline.runs))) for timeline in timelines}
     first_begin: dict[int | None, int] = {}
     for timeline in timelines:
         for run in timeline.runs:
             first_begin[run.id] = min(run.begin_ps, first_begin.get(run.id, run.begin_ps))
     in_order = sorted(first_begin, key=lambda id: first_begin[id])
-    return [[in_order.index(run.id) for run in timeline.runs] for timeline in timelines]
+    steps: dict[str, list[int]] = {}
+    for timeline in timelines:
+        steps[timeline.name] = [in_order.index(run.id) for run in timeline.runs]
+    return steps
 
 
 def complete_steps(timelines: Sequence[DeviceRuns], steps: StepNumbers, ops: Ops | None) -> list[int]:
@@ -111,7 +121,10 @@ def complete_steps(timelines: Sequence[DeviceRuns], steps: StepNumbers, ops: Ops
         steps: the runs of each step.
         ops: the operations of the program's text; None if there is no text that belongs to the profile.
     """
-    expected = expected_ops((run for timeline in timelines for run in timeline.runs), ops)
+    runs_of_devices: list[Run] = []
+    for timeline in timelines:
+        runs_of_devices += timeline.runs
+    expected = expected_ops(runs_of_devices, ops)
     complete = []
     for number in sorted(steps.runs):
         runs = steps.runs[number]
@@ -136,7 +149,8 @@ def _is_complete(timeline: DeviceRuns, runs: Mapping[str, int], expected: frozen
 def measured_step(number: int, timelines: Sequence[DeviceRuns], steps: StepNumbers, ops: Ops) -> TraceStep:
     """Measures one complete step on all devices."""
     runs = steps.runs[number]
-    return TraceStep(number, tuple(_device_step(timeline, runs[timeline.name], ops) for timeline in timelines))
+    devices = tuple(_device_step(timeline, runs[timeline.name], ops) for timeline in timelines)
+    return TraceStep(number, devices)
 
 
 def _device_step(timeline: DeviceRuns, index: int, ops: Ops) -> DeviceStep:
