@@ -45,8 +45,8 @@ def restore(
 
     Args:
         path: the path given to `save`; the folder of a run, or of checkpoints, of which the newest is read; or a
-            checkpoint of plain Orbax, PyTorch's distributed checkpoints (DCP), DeepSpeed's ZeRO-3, safetensors or a
-            registered format (`register_format`).
+            checkpoint of plain Orbax, PyTorch (DCP, `torch.save`), DeepSpeed's ZeRO-3, safetensors or a registered
+            format (`register_format`).
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, except that objects with `set_state()` are set. Names that it leaves out are not read.
         only: "params" reads only the parameters (the `nnx.Param`s of modules, and everything below a name `params`);
