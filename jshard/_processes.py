@@ -6,6 +6,7 @@ So any thread may call these while the devices are busy, waits have timeouts, an
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import socket
 import sys
@@ -23,6 +24,38 @@ from jshard.errors import FourPartError, RunError, is_request
 _LONG_S = 86400.0  # for waits on the work of one process, however long it takes
 
 
+@dataclasses.dataclass(frozen=True)
+class ProcessGroup:
+    """The processes that do something together: all of a run, or some of them.
+
+    Attributes:
+        members: their indices, ascending; this process is one of them.
+    """
+
+    members: tuple[int, ...]
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is all processes of the run."""
+        return len(self.members) == jax.process_count()
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this is the process that writes what only one process may write."""
+        return jax.process_index() == self.members[0]
+
+    @property
+    def suffix(self) -> str:
+        """What is added to names that only these processes use; nothing if it is all."""
+        # Without it, the names of a group would count with those that all processes use.
+        return "" if self.is_all else f" of processes {','.join(map(str, self.members))}"
+
+
+def all_processes() -> ProcessGroup:
+    """Returns all processes of the run."""
+    return ProcessGroup(tuple(range(jax.process_count())))
+
+
 def is_primary() -> bool:
     """Returns whether this is the process that writes what only one process may write."""
     return jax.process_index() == 0
@@ -33,7 +66,14 @@ def gather_texts(text: str) -> list[str]:
     return exchange("texts", text)
 
 
-def exchange(topic: str, value: object, *, timeout_s: float = _LONG_S, left: list[str] | None = None) -> list[Any]:
+def exchange(
+    topic: str,
+    value: object,
+    *,
+    timeout_s: float = _LONG_S,
+    left: list[str] | None = None,
+    group: ProcessGroup | None = None,
+) -> list[Any]:
     """Exchanges a value of every process: returns those of all, once all have called.
 
     Args:
@@ -43,18 +83,20 @@ def exchange(topic: str, value: object, *, timeout_s: float = _LONG_S, left: lis
         left: for consecutive exchanges with different topics: the keys that this process left in the previous
             exchange, which are deleted now and replaced by those of this one. Without it, the processes synchronize
             once more, so that no keys are left.
+        group: the processes that call it, all by default.
 
     Returns:
-        The values of all, by process.
+        The values of all, in the order of the processes.
 
     Raises:
         RunError: some processes did not answer in time; they are named, and this one's threads are printed to stderr.
             Or the service is gone.
     """
-    if jax.process_count() == 1:
+    group = group or all_processes()
+    if len(group.members) == 1:
         return [value]
     try:
-        texts = _Round(topic, timeout_s).exchange(json.dumps(value), left)
+        texts = _Round(topic, timeout_s, group).exchange(json.dumps(value), left)
     except RunError:
         raise
     except Exception as error:
@@ -76,6 +118,7 @@ def all_or_none(
     failed: Callable[[Mapping[int, Mapping[str, Any]]], FourPartError],
     timeout_s: float = _LONG_S,
     left: list[str] | None = None,
+    group: ProcessGroup | None = None,
 ) -> list[Any]:
     """Lets all processes continue, or none: if one reports an error, all raise. Every process calls it.
 
@@ -88,26 +131,29 @@ def all_or_none(
             at fault.
         timeout_s: how long to wait for the others.
         left: see `exchange`.
+        group: the processes that call it, all by default.
 
     Returns:
-        The values of all, by process.
+        The values of all, in the order of the processes.
 
     Raises:
         FourPartError: another process cannot continue, or did not call.
     """
     # A process with an error comes, too: the others wait for its report.
+    group = group or all_processes()
     parts_of_error = None if error is None else _parts(error)
     try:
-        reports = exchange(topic, [parts_of_error, value], timeout_s=timeout_s, left=left)
+        reports = exchange(topic, [parts_of_error, value], timeout_s=timeout_s, left=left, group=group)
     except RunError as missing:
         # The error of this process comes first: it may be why the others did not answer.
         if not isinstance(error, FourPartError):
             raise (error or missing) from missing.__cause__
         raise _with_missing(error, missing) from missing
-    parts_of_errors = {process: parts for process, (parts, _) in enumerate(reports) if parts is not None}
+    by_process = zip(group.members, reports, strict=True)
+    parts_of_errors = {process: parts for process, (parts, _) in by_process if parts is not None}
     if parts_of_errors and left:  # all know it, and none comes to the next exchange
         with contextlib.suppress(RunError):
-            exchange(f"{topic}: failed", None, timeout_s=timeout_s)
+            exchange(f"{topic}: failed", None, timeout_s=timeout_s, group=group)
         withdraw(left)
     if error is not None:
         raise error
@@ -164,13 +210,13 @@ class _Round:
     the next round uses the one after.
     """
 
-    def __init__(self, topic: str, timeout_s: float) -> None:
-        self._topic = topic
+    def __init__(self, topic: str, timeout_s: float, group: ProcessGroup) -> None:
+        self._topic = f"{topic}{group.suffix}"
+        self._group = group
         self._timeout_s = timeout_s
         # For both meetings of the round together.
         self._end_s = time.monotonic() + timeout_s
         self._client = coordinator()
-        self._num_processes = jax.process_count()
         self._process = jax.process_index()
 
     def exchange(self, text: str, left: list[str] | None) -> list[str]:
@@ -197,7 +243,12 @@ class _Round:
         finally:
             for key in unneeded:
                 self._client.key_value_delete(key)
-        return [texts[process] for process in range(self._num_processes)]
+        return [texts[process] for process in self._group.members]
+
+    @property
+    def _participants(self) -> list[int] | None:
+        """The processes that a barrier waits for; None for all."""
+        return None if self._group.is_all else list(self._group.members)
 
     def _key(self, place: str) -> str:
         return f"{place}/{self._process}"
@@ -208,10 +259,10 @@ class _Round:
         self._client.key_value_set(self._key(place), "=" + text, allow_overwrite=True)  # empty ones fail
         timeout_ms = int(1000 * (self._end_s - time.monotonic()))
         try:
-            self._client.wait_at_barrier(place, max(1, timeout_ms))
+            self._client.wait_at_barrier(place, max(1, timeout_ms), self._participants)
         except Exception as error:
             arrived = self._texts(place)
-            missing = [process for process in range(self._num_processes) if process not in arrived]
+            missing = [process for process in self._group.members if process not in arrived]
             if missing:
                 raise self._timeout_error(missing) from error
             raise
@@ -225,7 +276,7 @@ class _Round:
         show_threads()
         host = socket.gethostname()
         return RunError(
-            f"{len(missing)} of {self._num_processes} processes did not reach a synchronization point.",
+            f"{len(missing)} of {len(self._group.members)} processes did not reach a synchronization point.",
             where=[f"process {process}" for process in missing],
             why=f"process {self._process} on {host} waited {self._timeout_s:.0f} s for them: {self._topic}.",
             do="check the last output of those processes; the threads of this one are above.",

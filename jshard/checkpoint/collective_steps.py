@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, cast
 
-from jshard._processes import all_or_none, failures, publish_failure, withdraw
+from jshard._processes import ProcessGroup, all_or_none, all_processes, failures, publish_failure, withdraw
 from jshard._types import Json
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, in_four_parts, reasons_of, write_failed
@@ -15,7 +16,8 @@ from jshard.errors import FourPartError, causes
 Result = TypeVar("Result")
 Report = TypeVar("Report")
 
-_save_numbers = itertools.count()  # equal on all processes, which make their saves in the same order
+# Equal on all processes of a group, which make their saves in the same order.
+_save_numbers: collections.defaultdict[ProcessGroup, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 class CollectiveSteps:
@@ -26,12 +28,15 @@ class CollectiveSteps:
     Args:
         path: the checkpoint; a name for its steps, and for errors.
         timeout_s: how long to wait for the other processes in one step.
+        group: the processes that save, all by default.
     """
 
-    def __init__(self, path: Place, timeout_s: float) -> None:
+    def __init__(self, path: Place, timeout_s: float, group: ProcessGroup | None = None) -> None:
+        self._group = group or all_processes()
         self._path = path
         self._timeout_s = timeout_s
-        self._failures = f"save {next(_save_numbers)}"  # where processes publish theirs, also between steps
+        # Where processes publish theirs, also between steps.
+        self._failures = f"save {next(_save_numbers[self._group])}{self._group.suffix}"
         self._left: list[str] = []  # what this process has left for the others at the latest exchange
         self._agreed: Exception | None = None  # why the save has failed, once all processes know it
 
@@ -69,6 +74,7 @@ class CollectiveSteps:
             failed=self._error_of_others,
             timeout_s=self._timeout_after(error),
             left=None if is_last else self._left,
+            group=self._group,
         )
         if is_last:
             # No exchange follows that would delete these keys.

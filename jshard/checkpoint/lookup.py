@@ -168,7 +168,7 @@ class _Nearby:
     files: Sequence[str] = ()  # in the folder, that can be read by themselves
 
 
-_FILE = re.compile(r".+\.(safetensors|bin|pt|pth)(\.index\.json)?")  # that can be read by itself
+_FILE = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)(\.index\.json)?")  # that can be read by itself
 _PART = re.compile(r"\.metadata|.+\.distcp|.+_states\.pt")  # of DCP and DeepSpeed
 
 

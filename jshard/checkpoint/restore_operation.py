@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jshard._compat.source_lines import warn_user
-from jshard._processes import all_or_none, is_primary
+from jshard._processes import ProcessGroup, all_or_none, all_processes
 from jshard._text import counted, human_bytes
 from jshard._types import Json, PyTree
 from jshard.checkpoint import manifest as _manifest
@@ -120,9 +120,11 @@ class RestoreOperation:
         read_once: bool = False,
         mmap: bool = False,
         casts_are_shown: bool = True,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.opened = opened
         self._casts_are_shown = casts_are_shown
+        self._group = group or all_processes()
         self._like = like
         self._read_once = read_once
         self._mmap = mmap
@@ -287,7 +289,7 @@ class RestoreOperation:
         """The processes that each read a part of the values that all of them need; empty if nothing is shared."""
         if not self._read_once or self._mmap:
             return ()
-        if jax.process_count() == 1 or not isinstance(self.opened, PackedCheckpoint):
+        if jax.process_count() == 1 or not isinstance(self.opened, PackedCheckpoint) or not self._group.is_all:
             return ()
         return read_group(self.reads.values())
 
@@ -297,13 +299,15 @@ class RestoreOperation:
         result = self._read_or_error(verify, timeout_s)
         message = {"sums": result.sums, "report": self.phases.report(num_bytes=result.num_bytes)}
         # All or none: a process that failed alone would leave the others waiting for it in their next collective.
-        replies = all_or_none(f"read {path}", message, result.error, failed=self._failed, timeout_s=timeout_s)
+        replies = all_or_none(
+            f"read {path}", message, result.error, failed=self._failed, timeout_s=timeout_s, group=self._group
+        )
         if result.sums and self.opened.manifest is not None:
             _check_sums(path, self.opened.manifest, [reply["sums"] for reply in replies])
         with self.phases("finish"):
             finished = self._finished(result.leaves)
             restored = self._filled(finished.leaves)
-        if finished.overflows and is_primary():
+        if finished.overflows and self._group.is_primary:
             note = _list(
                 "leaf has values too large for its dtype in `like`",
                 "leaves have values too large for their dtypes in `like`",
@@ -357,7 +361,7 @@ class RestoreOperation:
         sums: Mapping[str, Sums] = {}
         if verify and manifest is not None:
             with self.phases("verify"):
-                sums = _sums_of(leaves, manifest)
+                sums = _sums_of(leaves, manifest, first=self._group.members[0])
         return _ReadResult(leaves, sums, self.forecast.wanted_bytes)
 
     def _filled(self, finished: Mapping[str, Leaf]) -> PyTree:
@@ -413,7 +417,7 @@ class RestoreOperation:
     def _warn(self, verify: bool) -> None:
         """Warns once, with everything that may be unexpected."""
         notes = [*self._notes_on_leaves(), *self._notes_on_reading(verify)]
-        if notes and is_primary():  # the others have the same
+        if notes and self._group.is_primary:  # the others have the same
             warn_user(f"{self.opened.path} is restored; " + "\n".join(notes), CheckpointWarning)
 
     def _notes_on_leaves(self) -> list[str]:
@@ -472,7 +476,7 @@ def _is_array_on_cpu(target: Target) -> bool:
     return isinstance(target, jax.ShapeDtypeStruct) and is_on_cpu(target)
 
 
-def _sums_of(leaves: Mapping[str, Leaf], manifest: _manifest.Manifest) -> Mapping[str, Sums]:
+def _sums_of(leaves: Mapping[str, Leaf], manifest: _manifest.Manifest, *, first: int) -> Mapping[str, Sums]:
     """Returns the checksums over this process's part of those leaves that have some in the manifest."""
     keys = []
     for key in leaves:
@@ -481,7 +485,7 @@ def _sums_of(leaves: Mapping[str, Leaf], manifest: _manifest.Manifest) -> Mappin
             keys.append(key)
 
     def sums(key: str) -> Sums:
-        return sums_of(held_parts(leaves[key]), manifest.leaves[key].shape)
+        return sums_of(held_parts(leaves[key], first=first), manifest.leaves[key].shape)
 
     with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
         return dict(zip(keys, pool.map(sums, keys), strict=True))

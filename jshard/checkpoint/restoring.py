@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from jshard._processes import exchange
 from jshard._types import PyTree
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats import Names
+from jshard.checkpoint.groups import group_of_state
 from jshard.checkpoint.lookup import checkpoint_at, place_of
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, open_checkpoint
@@ -32,6 +33,7 @@ def restore(
     read_once: bool = False,
     mmap: bool = False,
     verify: bool = True,
+    processes: Sequence[int] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> T:
     """Restores a state, every array with the sharding of its counterpart in `like`.
@@ -43,8 +45,8 @@ def restore(
 
     Args:
         path: the path given to `save`; the folder of a run, or of checkpoints, of which the newest is read; or a
-            checkpoint of plain Orbax, PyTorch's distributed checkpoints (DCP), DeepSpeed's ZeRO-3, safetensors or a
-            registered format (`register_format`).
+            checkpoint of plain Orbax, PyTorch (DCP, `torch.save`), DeepSpeed's ZeRO-3, safetensors or a registered
+            format (`register_format`).
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, except that objects with `set_state()` are set. Names that it leaves out are not read.
         only: "params" reads only the parameters (the `nnx.Param`s of modules, and everything below a name `params`);
@@ -66,6 +68,8 @@ def restore(
             ends the program with SIGBUS, and an overwritten one changes the arrays; a program cannot be protected from
             that. Files on a network, and other formats, are read instead, with a warning.
         verify: whether checksums of all values are compared with those computed when they were saved.
+        processes: the indices of the processes that call it, if it is one alone. If arrays of `like` are over several
+            processes, these call it; otherwise all do.
         timeout_s: how long to wait for other processes.
 
     Returns:
@@ -78,12 +82,14 @@ def restore(
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
+    group = group_of_state(like, processes)
     options = {"only": only, "rename": rename, "missing": missing, "extra": extra, "read_once": read_once, "mmap": mmap}
     place = checkpoint_at(path)
     if place != place_of(path):  # all processes read the same step of a series, whichever each of them sees
-        step = exchange(f"newest of {place.parent.name}", place.name, timeout_s=timeout_s)[0]
+        step = exchange(f"newest of {place.parent.name}", place.name, timeout_s=timeout_s, group=group)[0]
         place = place.with_name(step)
-    return _operation(place, like, names=names, verify=verify, **options).run(verify=verify, timeout_s=timeout_s)
+    operation = _operation(place, like, names=names, verify=verify, group=group, **options)
+    return operation.run(verify=verify, timeout_s=timeout_s)
 
 
 def forecast(path: str | os.PathLike[str], like: PyTree, *, names: Names | None = None, **options: Any) -> Forecast:

@@ -123,6 +123,14 @@ def save_async(
     return wait
 
 
+def name_draft(draft: Path, path: Path) -> None:
+    """Gives a folder whose files are all on disk its mark and its final name, as Orbax does for those that it makes."""
+    (draft / COMMIT_MARK).touch()
+    flush(draft / COMMIT_MARK)
+    flush(draft)
+    draft.rename(path)
+
+
 def keep_on_disk(path: Path) -> None:
     """Waits until a named checkpoint would survive a power cut; jshard's files are already on disk."""
     flush(path)

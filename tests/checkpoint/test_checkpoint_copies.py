@@ -58,8 +58,8 @@ def test_another_byte_is_found(place):
 def test_a_part_that_is_missing_is_found(monkeypatch):
     plan_writes = host_snapshot.plan_writes
 
-    def half(*args):  # of two processes the first one
-        plan = plan_writes(*args)
+    def half(*args, **options):  # of two processes the first one
+        plan = plan_writes(*args, **options)
         (file,), (sources,) = plan.files, plan.sources
         return WritePlan(tuple(lay_out_files(file.pieces[1:])), (sources[1:],))
 

@@ -241,7 +241,7 @@ def tensor_pickle(storage, size, stride, offset=0):
     "pickled",
     [
         tensor_pickle(41, (5, 8), (8, 1)),  # more than the member holds
-        tensor_pickle(40, (6, 8), (0, 0)),
+        tensor_pickle(40, (5, 8), (9, 1)),
         tensor_pickle(40, (5, 8), (8, 1), offset=1),
         tensor_pickle(40, (5, 8), (8, -1)),
     ],

@@ -35,6 +35,7 @@ from jshard.cli import main
 from jshard.cli.ckpt import inspect as inspect_command
 from jshard.cli.ckpt import timeline as cli_timeline
 from jshard.errors import FourPartError, RunError
+from tests.checkpoint import torch_fixture
 from tests.checkpoint.dcp_fixture import split, write_dcp
 from tests.checkpoint.test_checkpoint_zero import write as write_zero
 
@@ -96,6 +97,25 @@ def write_torch(folder: Path) -> None:
     write_dcp(folder, {"w": split(np.arange(60.0).reshape(12, 5), 2), "b": split(np.ones(3), 1)}, {"step": 3})
 
 
+def write_torch_file(folder: Path) -> None:
+    folder.mkdir()
+    torch_fixture.save(folder / "pytorch_model.bin", {"model": {"w": np.ones((3, 4), np.float32)}, "step": 3})
+
+
+def write_torch_legacy(folder: Path) -> None:
+    folder.mkdir()
+    torch_fixture.save_legacy(folder / "pytorch_model.bin", {"model": {"w": np.ones((3, 4), np.float32)}, "step": 3})
+
+
+def write_torch_ranks(folder: Path) -> None:
+    folder.mkdir()
+    rows = torch_fixture.placed("Shard", dim=0)
+    for rank in range(2):
+        local = np.ones((2, 3), np.float32) * rank
+        state = {"w": torch_fixture.dtensor(local, (4, 3), [rows], (2,), (rank,)), "step": 3}
+        torch_fixture.save(folder / f"rank_{rank}.pt", state)
+
+
 def write_orbax(folder: Path) -> None:
     from orbax.checkpoint import v1 as ocp
 
@@ -131,6 +151,9 @@ KINDS = {
     "own": Kind(write_own, is_sealed=True),
     "safetensors": Kind(write_safetensors),
     "torch": Kind(write_torch),
+    "torch file": Kind(write_torch_file),
+    "torch legacy": Kind(write_torch_legacy),
+    "torch ranks": Kind(write_torch_ranks),
     "deepspeed": Kind(write_zero),
     "orbax": Kind(write_orbax),
     "series": Kind(write_series, read_series),

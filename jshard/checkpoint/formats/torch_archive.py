@@ -15,6 +15,7 @@ import numpy as np
 from jshard._files import open_regular
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import FileRegion, are_sizes, damaged, read_region
+from jshard.checkpoint.formats.torch_inert import OTHER_DTYPES, OtherDtype
 from jshard.checkpoint.formats.torch_pickle import (
     DTYPES,
     MAX_DIMS,
@@ -22,6 +23,7 @@ from jshard.checkpoint.formats.torch_pickle import (
     PLAIN,
     Allowed,
     NotAllowedError,
+    Record,
     Sealed,
     Unpickled,
     load,
@@ -32,6 +34,8 @@ from jshard.checkpoint.formats.torch_pickle import (
 from jshard.checkpoint.packed.layout import slices_of, whole_box
 from jshard.errors import FourPartError
 
+_MAX_EXPANSION = 64  # of a view, over its storage
+_SMALL_BYTES = 1 << 20  # which any view may have
 _LOCAL_HEADER_BYTES = 30  # of a member of a zip, before its name and its extra field
 STORAGES = {
     "BoolStorage": "bool",
@@ -50,7 +54,7 @@ STORAGES = {
 """PyTorch's storage classes, and the dtypes of their elements; other dtypes are read as bytes."""
 
 
-class _Storage(NamedTuple):
+class Storage(NamedTuple):
     """The bytes of a tensor: a contiguous range of a file."""
 
     path: Path
@@ -59,8 +63,17 @@ class _Storage(NamedTuple):
     dtype: str
 
 
-def _tensor_v2(storage: Unpickled, offset: Unpickled, size: object, stride: object, *_: object) -> FileRegion:
+def _tensor_v2(
+    storage: Unpickled,
+    offset: Unpickled,
+    size: object,
+    stride: object,
+    _: object = None,
+    hooks: object = None,
+    metadata: object = None,
+) -> FileRegion:
     """`torch._utils._rebuild_tensor_v2`: a view of a storage, which has the dtype."""
+    _check_plain_view(storage, size, metadata)
     return _region(storage, offset, size, stride, storage.dtype)
 
 
@@ -72,9 +85,12 @@ def _tensor_v3(
     _: object,
     hooks: object,
     dtype: object,
-    *__: object,
-) -> FileRegion:
+    metadata: object = None,
+) -> FileRegion | Record:
     """`torch._utils._rebuild_tensor_v3`: the same, over untyped bytes."""
+    if dtype in OTHER_DTYPES:
+        return OtherDtype()
+    _check_plain_view(storage, size, metadata)
     return _region(storage, offset, size, stride, dtype)
 
 
@@ -96,11 +112,12 @@ _PICKLED = {
     **{("torch", name): dtype for name, dtype in STORAGES.items()},
     ("torch.storage", "UntypedStorage"): "uint8",
 }
-_TENSOR = {
+TENSOR = {
     **_PICKLED,
     ("torch._utils", "_rebuild_tensor_v2"): sealed(_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): sealed(_tensor_v3),
     ("torch._utils", "_rebuild_parameter"): sealed(_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): sealed(_parameter),
     ("torch._tensor", "_rebuild_from_type_v2"): sealed(_subclass),
     **records("torch", "Tensor"),
     **records("torch.nn.parameter", "Parameter"),
@@ -111,8 +128,10 @@ def _value_names(max_bytes: int) -> Allowed:
     """Returns the names of values whose tensors are read: so many bytes of them, as several may share a storage."""
     bytes_left = max_bytes
 
-    def read(region: FileRegion) -> np.ndarray:
+    def read(region: FileRegion | Record) -> np.ndarray:
         nonlocal bytes_left
+        if not isinstance(region, FileRegion):
+            raise ValueError("a tensor of a dtype that is not known")
         bytes_left -= math.prod(region.shape) * region.dtype.itemsize
         if bytes_left < 0:
             raise ValueError("its tensors are larger than the archive")
@@ -142,7 +161,7 @@ class Archive(NamedTuple):
 
     def tensor(self) -> FileRegion:
         """Returns the archived tensor as the location of its numbers, which are not read."""
-        region = self._load(_TENSOR)
+        region = self._load(TENSOR)
         if not isinstance(region, FileRegion):
             raise damaged(self.path, f"the archive at byte {self.offset} is not a tensor.")
         return region
@@ -153,7 +172,7 @@ class Archive(NamedTuple):
 
     def regions(self, allowed: Allowed) -> Unpickled:
         """Returns the value, with an unread `FileRegion` for each tensor; these names are also allowed."""
-        return self._load({**_TENSOR, **allowed})
+        return self._load({**TENSOR, **allowed})
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[zipfile.ZipFile, _ArchiveWindow]]:
@@ -184,7 +203,7 @@ class Archive(NamedTuple):
 
         def storage(
             kind: object, dtype: Unpickled, key: object, location: object, numel: object, *_: object
-        ) -> _Storage:
+        ) -> Storage:
             if not isinstance(key, str | int) or type(numel) is not int:
                 raise ValueError(f"a storage has the key {short(key)} and {short(numel)} elements")
             member = members[f"data/{key}"]
@@ -195,7 +214,7 @@ class Archive(NamedTuple):
             # The file may have other archives after this one.
             if offset + member.file_size > self.offset + self.length:
                 raise ValueError(f"its storage {key} reaches past its end")
-            return _Storage(self.path, offset, member.file_size, dtype)
+            return Storage(self.path, offset, member.file_size, dtype)
 
         with archive.open(members["data.pkl"]) as file:
             return load(file.read(), allowed, self.path, storage=storage)
@@ -266,8 +285,25 @@ def _data_offset(window: _ArchiveWindow, member: zipfile.ZipInfo) -> int:
     return member.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
 
 
+def _check_plain_view(storage: object, size: object, metadata: object) -> None:
+    """Raises `CheckpointError` if PyTorch changes the numbers of a view when it reads them.
+
+    Without this, the numbers before the change would be taken for those of the tensor.
+    """
+    if not metadata:
+        return
+    where = str(storage.path) if isinstance(storage, Storage) else ""
+    raise CheckpointError(
+        "A tensor of the file is not stored as the numbers that it has.",
+        where=where,
+        why=f"the tensor of shape {short(size)} is a view that is conjugated or negated when PyTorch reads it: "
+        f"{short(metadata)}.",
+        do="save it resolved:\nstate[name] = state[name].resolve_conj().resolve_neg()",
+    )
+
+
 def _region(storage: object, offset: Unpickled, size: object, stride: object, dtype: object) -> FileRegion:
-    if not isinstance(storage, _Storage) or not isinstance(dtype, str):
+    if not isinstance(storage, Storage) or not isinstance(dtype, str):
         raise ValueError("a tensor without a storage")
     size = _dims(size)
     stride = _dims(stride)
@@ -279,11 +315,24 @@ def _region(storage: object, offset: Unpickled, size: object, stride: object, dt
     offset_bytes = offset * itemsize
     strides = tuple(step * itemsize for step in stride)
     region = FileRegion(storage.path, storage.offset + offset_bytes, size, DTYPES[dtype], strides)
-    # All elements count, and not only the span: a stride of 0 would expand few bytes to a large array.
-    num_bytes = max(region.span_bytes, math.prod(region.shape) * itemsize)
-    if offset_bytes + num_bytes > storage.nbytes:
+    if offset_bytes + region.span_bytes > storage.nbytes:
         raise ValueError(f"a tensor of size {size}, stride {stride} at {offset} in {storage.nbytes} bytes")
+    _check_expansion(region, storage)
     return region
+
+
+def _check_expansion(region: FileRegion, storage: Storage) -> None:
+    """Raises `CheckpointError` for a view of few bytes as a much larger tensor, as with a stride of 0."""
+    num_bytes = math.prod(region.shape) * region.dtype.itemsize
+    if num_bytes <= max(_MAX_EXPANSION * storage.nbytes, _SMALL_BYTES):
+        return
+    raise CheckpointError(
+        "A tensor of the file is expanded from too few numbers.",
+        where=str(storage.path),
+        why=f"the shape {region.shape} takes {num_bytes} bytes, of which {storage.nbytes} are stored; "
+        f"at most {_MAX_EXPANSION} times as many are read.",
+        do="save it without expansion, if it is needed:\nstate[name] = state[name].clone()",
+    )
 
 
 def _dims(numbers: object) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Record(metaclass=Sealed):
         return self.state.get(field)
 
 
-class _Ordered(dict, metaclass=Sealed):
+class Ordered(dict, metaclass=Sealed):
     """`collections.OrderedDict`; the module versions that PyTorch attaches to a state dict are dropped."""
 
     def __init__(self) -> None:  # its items are set afterwards, so that their keys are checked
@@ -131,7 +131,7 @@ def records(module: str, *names: str) -> dict[tuple[str, str], Any]:
 
 
 PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): _Ordered,
+    ("collections", "OrderedDict"): Ordered,
     ("torch", "Size"): _size,
     **{("torch", name): name for name in DTYPES},
     ("_codecs", "encode"): _encoded_bytes,
@@ -139,6 +139,7 @@ PLAIN: dict[tuple[str, str], Any] = {
     ("builtins", "bytes"): _no_bytes,
     ("builtins", "set"): set,
     ("builtins", "complex"): complex,
+    ("__builtin__", "getattr"): _attribute,
     ("__builtin__", "bytes"): _no_bytes,  # Python 2's name of the module, which older protocols write
     ("__builtin__", "set"): set,
     ("__builtin__", "complex"): complex,
@@ -163,8 +164,21 @@ def short(value: object) -> str:
 
 def load(content: bytes, allowed: Allowed, path: Path, *, storage: Callable[..., object] | None = None) -> Unpickled:
     """Returns the value of a pickle, if every name in it is allowed; memory and time are in proportion to its size."""
+    (value,), _ = load_each(content, 1, allowed, path, storage=storage)
+    return value
+
+
+def load_each(
+    content: bytes, count: int, allowed: Allowed, path: Path, *, storage: Callable[..., object] | None = None
+) -> tuple[list[Unpickled], int]:
+    """Returns the values of so many pickles, one after the other, and where the last of them ends; see `load`."""
+    file = io.BytesIO(content)
+    values = []
     try:
-        return _PickleReader(content, allowed, storage).load()
+        for _ in range(count):
+            # A reader for each: what one pickle has memorized is unknown to the next.
+            values.append(_PickleReader(file, len(content), allowed, storage).load())
+        return values, file.tell()
     except FourPartError:
         raise
     except NotAllowedError as error:
@@ -211,8 +225,9 @@ class _PickleReader(_Unpickler):
         code: step for code, step in _Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_STEPS
     }
 
-    def __init__(self, content: bytes, allowed: Allowed, storage: Callable[..., object] | None) -> None:
-        file = io.BytesIO(content)
+    def __init__(
+        self, file: io.BytesIO, num_bytes: int, allowed: Allowed, storage: Callable[..., object] | None
+    ) -> None:
         super().__init__(file)
         # Without its checks of frames, which are most of the time. What a step reads may then be too short, and the
         # next step is that of an empty text, which there is not.
@@ -220,7 +235,7 @@ class _PickleReader(_Unpickler):
         self.readline = file.readline
         self._allowed = allowed
         self._storage = storage
-        self._work_left = _WORK_PER_BYTE * (len(content) + 4096)
+        self._work_left = _WORK_PER_BYTE * (num_bytes + 4096)
 
     def load(self) -> Unpickled:
         """Runs the steps of the pickle, and returns its value."""
@@ -342,7 +357,7 @@ class _PickleReader(_Unpickler):
         state = self.stack.pop()
         target = self.stack[-1]
         # Python's own step sets the attributes of any object, and so could change what the reader relies on.
-        if not isinstance(target, Record | _Ordered):
+        if not isinstance(target, Record | Ordered):
             raise ValueError(f"a state is set in a {type(target).__name__}")
         target.__setstate__(state)
 

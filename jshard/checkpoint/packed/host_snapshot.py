@@ -30,10 +30,21 @@ class HostSnapshot:
 
     Attributes:
         files: the layouts of the files that this process writes.
+
+    Args:
+        leaves: the values, by path.
+        stored: their descriptions.
+        most_bytes: a file that has this many bytes gets no more pieces.
+        first: the process that writes the leaves on the host.
     """
 
     def __init__(
-        self, leaves: Mapping[str, Any], stored: Mapping[str, StoredLeaf], *, most_bytes: int = FILE_BYTES
+        self,
+        leaves: Mapping[str, Any],
+        stored: Mapping[str, StoredLeaf],
+        *,
+        most_bytes: int = FILE_BYTES,
+        first: int = 0,
     ) -> None:
         arrays: list[_Array] = []
         to_write: list[LeafToWrite] = []
@@ -43,7 +54,7 @@ class HostSnapshot:
                 array = _as_numbers(leaf)
                 arrays.append(array)
                 to_write.append(_leaf_to_write(number, path, array, stored[path]))
-        plan = plan_writes(tuple(to_write), jax.process_index(), jax.process_count(), most_bytes)
+        plan = plan_writes(tuple(to_write), jax.process_index(), jax.process_count(), most_bytes, first=first)
         self.files = plan.files
         self._sources = plan.sources
 

@@ -77,7 +77,9 @@ class WritePlan:
 
 
 @functools.lru_cache(maxsize=8)  # the saves of a run write the same leaves
-def plan_writes(leaves: tuple[LeafToWrite, ...], process: int, num_processes: int, most_bytes: int) -> WritePlan:
+def plan_writes(
+    leaves: tuple[LeafToWrite, ...], process: int, num_processes: int, most_bytes: int, *, first: int = 0
+) -> WritePlan:
     """Returns what a process writes of some leaves.
 
     Args:
@@ -85,13 +87,14 @@ def plan_writes(leaves: tuple[LeafToWrite, ...], process: int, num_processes: in
         process: the index of the process.
         num_processes: the number of processes.
         most_bytes: a file that has this many bytes gets no more pieces.
+        first: the process that writes the leaves on the host.
     """
     assignment = _Assignment(process, num_processes)
     shared_shards: list[tuple[LeafToWrite, _Shard]] = []
     for leaf in leaves:
         if leaf.sharding is None:
             box = whole_box(leaf.shape)
-            assignment.assign(leaf, _Shard(box, box, (0,)), box, writer=0)
+            assignment.assign(leaf, _Shard(box, box, (first,)), box, writer=first)
             continue
         shards = _shards_of(leaf.sharding, leaf.padded_shape, leaf.shape, num_processes)
         assignment.assign_unshared(leaf, shards)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal, SupportsIndex
 
-from jshard._processes import exchange, is_primary
+from jshard._processes import all_processes, exchange, is_primary
 from jshard._types import Json, PyTree
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.errors import CheckpointError, reason
@@ -383,6 +383,7 @@ class Checkpointer:
                 metrics=metrics,
                 timeout_s=self.timeout_s,
                 format=self._format,
+                processes=all_processes().members,
                 prepare=lambda: self._store.begin(step, is_damaged=step in self._damaged_steps),
                 check=self._store.check,
             )

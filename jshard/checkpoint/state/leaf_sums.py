@@ -40,16 +40,16 @@ def add(parts: Iterable[Sequence[int]]) -> Sums:
     return total % _MODULUS, weighted % _MODULUS
 
 
-def held_parts(leaf: jax.Array | np.ndarray) -> list[tuple[np.ndarray, Box]]:
+def held_parts(leaf: jax.Array | np.ndarray, *, first: int = 0) -> list[tuple[np.ndarray, Box]]:
     """Returns this process's parts of a leaf, with their boxes.
 
-    Of several copies of a box, one process has it; of local arrays, the first process.
+    Of several copies of a box, one process has it; of local arrays, the first process of those that save or restore.
     """
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     # Every process has all of a local array, and its sums must be counted once.
     is_local = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-    if is_local and jax.process_index() != 0:
+    if is_local and jax.process_index() != first:
         return []
     if isinstance(leaf, jax.Array):
         parts: list[tuple[np.ndarray, Box]] = []

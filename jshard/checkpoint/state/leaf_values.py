@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jshard._processes import ProcessGroup, all_processes
 from jshard._text import counted
 from jshard.checkpoint.data_position.position import is_data_position, position_text, set_position
 from jshard.checkpoint.errors import CheckpointError
@@ -30,19 +31,23 @@ _STORABLE = frozenset(  # dtypes that TensorStore supports
 # ---- to be stored
 
 
-def storable(leaves: Mapping[Path, object], *, abstract: bool = False) -> dict[str, StoredValue]:
+def storable(
+    leaves: Mapping[Path, object], *, abstract: bool = False, group: ProcessGroup | None = None
+) -> dict[str, StoredValue]:
     """Returns leaves, by path as text, in the types that are stored: only arrays, ints, floats and texts.
 
-    If only the types matter (`abstract`), positions in the data are not queried. A `CheckpointError` names the leaves
+    If only the types matter (`abstract`), positions in the data are not queried. `group` is the processes that save
+    them, all by default. A `CheckpointError` names the leaves
     that are of other types or whose values are gone.
     """
     if not abstract:
         _check_values_exist(leaves)
+    group = group or all_processes()
     stored: dict[str, StoredValue] = {}
     bad = []
     for path, leaf in leaves.items():
         key = text(path)
-        value = _without_values(leaf) if abstract else _stored(leaf)
+        value = _without_values(leaf, group) if abstract else _stored(leaf, group)
         if value is None:
             bad.append(f"{key}  {_kind(leaf)}")
         else:
@@ -87,18 +92,18 @@ def _check_values_exist(leaves: Mapping[Path, object]) -> None:
         )
 
 
-def _stored(leaf: object) -> StoredValue | None:
+def _stored(leaf: object, group: ProcessGroup) -> StoredValue | None:
     """Returns the stored form of a leaf; None if it cannot be stored."""
     if isinstance(leaf, enum.Enum):
         # Before the types below, of which an enum may be, too. Its `str` is "Phase.MAIN" where the value is "main", by
         # the kind of enum and the version of Python.
-        return _stored(leaf.value)
+        return _stored(leaf.value, group)
     if isinstance(leaf, str):
         return str.__str__(leaf)  # of a subclass, the text and not what its `__str__` makes of it
     if isinstance(leaf, np.ndarray | np.generic):
         return _stored_array(np.asarray(leaf))
     if isinstance(leaf, jax.Array):
-        return _stored_device_array(leaf)
+        return _stored_device_array(leaf, group)
     if isinstance(leaf, int):
         # Of a bool or another subclass, the plain number.
         return int.__int__(leaf) if -(2**63) <= leaf < 2**63 else None
@@ -116,21 +121,21 @@ def _stored_array(array: np.ndarray) -> np.ndarray | None:
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _stored_device_array(array: jax.Array) -> jax.Array | None:
+def _stored_device_array(array: jax.Array, group: ProcessGroup) -> jax.Array | None:
     if not _is_storable(array.dtype):
         return None
-    if is_local(array):  # every process has a copy, and one is written
-        return as_replicas(array)
+    if is_local(array, group):  # every process has a copy, and one is written
+        return as_replicas(array, group)
     return array
 
 
-def _without_values(leaf: object) -> StoredValue | None:
+def _without_values(leaf: object, group: ProcessGroup) -> StoredValue | None:
     """Returns what stands for the stored form of a leaf if only its type matters; None if it cannot be stored."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if is_data_position(leaf):
         return ""
-    return _stored(leaf)
+    return _stored(leaf, group)
 
 
 def _is_storable(dtype: np.dtype) -> bool:

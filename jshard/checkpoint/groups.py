@@ -1,0 +1,123 @@
+"""Which processes save or restore a state together: all of a run, or those whose devices its arrays are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+
+from jshard._processes import ProcessGroup, all_processes
+from jshard._text import counted
+from jshard._types import PyTree
+from jshard.checkpoint.data_position.position import is_data_position
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.state import leaves as _leaves
+from jshard.errors import FourPartError
+
+
+def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: str = "packed") -> ProcessGroup:
+    """Returns the processes that save or restore a state together; this process is one of them.
+
+    Arrays over several processes say which: those of their mesh. Arrays on the devices of one process say nothing, as
+    each process may have such arrays of its own.
+
+    Args:
+        state: a state with arrays, or abstract ones.
+        processes: the indices of the processes, if the caller says which.
+        format: see `save`.
+
+    Raises:
+        CheckpointError: this process is not one of them, or some leaves need others, too.
+    """
+    group = all_processes() if processes is None else _checked(processes)
+    if group.is_all and (processes is not None or len(group.members) == 1):
+        return group
+    leaves = _named_leaves(state)
+    if processes is None:
+        group = _group_of_arrays(leaves)
+    if group.is_all:
+        return group
+    if jax.process_index() not in group.members:
+        raise _not_a_member(group, leaves)
+    outside = [key for key, members in _processes_of_arrays(leaves) if not members <= set(group.members)]
+    if outside:
+        raise CheckpointError(
+            f"Other processes hold {counted(len(outside), 'array')} of the state, too.",
+            where=outside,
+            why=f"it is saved or restored by {_named(group)} alone.",
+            do="leave out `processes`, and let all processes that hold these arrays call it.",
+        )
+    positions = [key for key, leaf in leaves.items() if is_data_position(leaf)]
+    if positions or format == "orbax":
+        raise _needs_all(group, positions)
+    return group
+
+
+def _named_leaves(state: PyTree) -> Mapping[str, object]:
+    """Returns the leaves of a state by path; none if it is not one, which is reported where it is used."""
+    try:
+        leaves = _leaves.flatten(state)
+    except (FourPartError, TypeError, ValueError):
+        return {}
+    return _leaves.by_text(leaves)
+
+
+def _group_of_arrays(leaves: Mapping[str, object]) -> ProcessGroup:
+    """Returns the processes of the mesh of all arrays that are over several processes; without one, all processes."""
+    meshes = {members for _, members in _processes_of_arrays(leaves) if len(members) > 1}
+    if len(meshes) != 1:
+        # Of several meshes, no process may hold a part of all arrays: the save says which are missing where.
+        return all_processes()
+    (members,) = meshes
+    return ProcessGroup(tuple(sorted(members)))
+
+
+def _processes_of_arrays(leaves: Mapping[str, object]) -> Iterator[tuple[str, frozenset[int]]]:
+    """Yields each array with the processes whose devices it is on."""
+    for key, leaf in leaves.items():
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            yield key, frozenset(device.process_index for device in sharding.device_set)
+
+
+def _checked(processes: Sequence[int]) -> ProcessGroup:
+    """Returns processes as a group; raises `CheckpointError` if these are no processes of the run."""
+    known = range(jax.process_count())
+    are_known = bool(processes) and all(process in known for process in processes)
+    if not are_known or len(set(processes)) < len(processes):
+        raise CheckpointError(
+            "These processes cannot save or restore together.",
+            where=f"processes={list(processes)}",
+            why=f"each is one of the {len(known)} processes of the run, counted from 0, and named once.",
+            do="processes=[jax.process_index()]",
+        )
+    return ProcessGroup(tuple(sorted(processes)))
+
+
+def _named(group: ProcessGroup) -> str:
+    """Returns a text such as "processes 0, 2"."""
+    noun = "process" if len(group.members) == 1 else "processes"
+    return f"{noun} {', '.join(map(str, group.members))}"
+
+
+def _not_a_member(group: ProcessGroup, leaves: Mapping[str, object]) -> CheckpointError:
+    arrays = [key for key, _ in _processes_of_arrays(leaves)]
+    return CheckpointError(
+        f"Process {jax.process_index()} does not save or restore this state.",
+        where=arrays,
+        why=f"that is for {_named(group)}, whose devices its arrays are on: they do not wait for this one.",
+        do=f"if jax.process_index() in {group.members}:  # around the call",
+    )
+
+
+def _needs_all(group: ProcessGroup, positions: Sequence[str]) -> CheckpointError:
+    """Makes the error for what all processes of a run do together."""
+    where = list(positions) or 'format="orbax"'
+    why = "a position in the data is that of all processes" if positions else "Orbax's own form is written by all"
+    do = "leave them out of the state: save them in all processes, to another path."
+    return CheckpointError(
+        f"The state needs all processes, and only {_named(group)} would save or restore it.",
+        where=where,
+        why=f"{why}, of which there are {jax.process_count()}.",
+        do=do if positions else 'format="packed"',
+    )
