@@ -115,23 +115,29 @@ def _chosen_paths(
     is_list = isinstance(units, Sequence) and not isinstance(units, str | nnx.Module)
     choices: list[Any] = list(units) if is_list else [units]  # type: ignore[arg-type]
     paths: set[Path] = set()
-    kinds: dict[str, str] = {}  # classes of the units, each with the path of one
     for path, module in nested_units(model):
-        kinds.setdefault(plain_class(module).__name__, dotted(path))
         if any(_is_chosen(choice, path, module) for choice in choices):
             paths.add(path)
     if not paths:
-        units_text = ", ".join(f"{name} at {path}" for name, path in kinds.items())
-        # A line that can be pasted: the last unit is one inside the root, where there is one.
-        *_, last_path = kinds.values()
-        example = "model, prefetch=2" if last_path == dotted(()) else f'"{last_path}", prefetch=2'
-        raise AnnotationError(
-            "No unit matches the choice of units.",
-            where=f"revise({plain_class(model).__name__}, {units!r})",
-            why=f"the units are {units_text}.",
-            do=f"js.revise(model, {example})",
-        )
+        raise _no_unit_chosen(model, units)
     return paths
+
+
+def _no_unit_chosen(model: nnx.Module, units: object) -> AnnotationError:
+    """Returns the error for a choice that matches no unit."""
+    kinds: dict[str, str] = {}  # classes of the units, each with the path of one
+    for path, module in nested_units(model):
+        kinds.setdefault(plain_class(module).__name__, dotted(path))
+    units_text = ", ".join(f"{name} at {path}" for name, path in kinds.items())
+    # A line that can be pasted: the last unit is one inside the root, where there is one.
+    *_, last_path = kinds.values()
+    example = "model, prefetch=2" if last_path == dotted(()) else f'"{last_path}", prefetch=2'
+    return AnnotationError(
+        "No unit matches the choice of units.",
+        where=f"revise({plain_class(model).__name__}, {units!r})",
+        why=f"the units are {units_text}.",
+        do=f"js.revise(model, {example})",
+    )
 
 
 def _is_chosen(choice: Any, path: Path, module: nnx.Module) -> bool:
@@ -177,6 +183,27 @@ def revise_layers(model: nnx.Module, settings: SettingsByName) -> None:
     them; to all innermost units if no unit repeats. A head or an encoder's wrapper keeps its settings, as does a unit
     that is never gathered.
     """
+    _check_layer_settings(model, settings)
+    layers = set(map(id, repeated_layers(model)))
+    records: dict[Path, Unit] = {}
+    for path, module in nested_units(model):
+        record = record_of(module)
+        is_root = not path
+        # A unit that is never gathered has no schedule.
+        if record.placement.gathered and not is_root:
+            record = _changed_policy(record, settings, is_layer=id(module) in layers)
+        records[path] = record
+    _store(model, records, dtypes_change=False)
+
+
+def _changed_policy(record: Unit, settings: SettingsByName, *, is_layer: bool) -> Unit:
+    """Returns the record of a unit with those of the settings that apply to it."""
+    applicable = {name: value for name, value in settings.items() if is_layer or _is_for_all(name, value)}
+    return dataclasses.replace(record, policy=record.policy.changed(record.mesh, **applicable))
+
+
+def _check_layer_settings(model: nnx.Module, settings: SettingsByName) -> None:
+    """Raises for settings that are not valid, or for a model that has no unit to apply them to."""
     root = record_of(model)
     unknown = [name for name in settings if name not in LAYER_SETTINGS]
     if unknown:
@@ -194,18 +221,6 @@ def revise_layers(model: nnx.Module, settings: SettingsByName) -> None:
             why="its root is the only unit, and it is gathered as a whole.",
             do="js.fully_shard(model, units=Block, mesh=mesh)",
         )
-    layers = set(map(id, repeated_layers(model)))
-    records: dict[Path, Unit] = {}
-    for path, module in nested_units(model):
-        record = record_of(module)
-        is_root = not path
-        # A unit that is never gathered has no schedule.
-        if record.placement.gathered and not is_root:
-            is_layer = id(module) in layers
-            applicable = {name: value for name, value in settings.items() if is_layer or _is_for_all(name, value)}
-            record = dataclasses.replace(record, policy=record.policy.changed(record.mesh, **applicable))
-        records[path] = record
-    _store(model, records, dtypes_change=False)
 
 
 def _is_for_all(name: str, value: object) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jshard._processes import exchange
 from jshard._text import counted
@@ -25,7 +25,6 @@ from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.packed.layout import Limits
 from jshard.checkpoint.state import leaf_values
 from jshard.checkpoint.state import leaves as _leaves
-from jshard.checkpoint.state.local_arrays import is_local
 from jshard.in_memory.arrays import moved, placed, sent_from
 from jshard.in_memory.hosts import on_hosts
 from jshard.plans.units import is_key
@@ -271,8 +270,9 @@ def _cast(array: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _is_on_every_host(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Returns whether every process has an array of its own here, equal in all, on devices of its own."""
-    return isinstance(array, jax.Array) and is_local(array) and len(array.sharding.device_set) == 1
+    """Returns whether every process has an array of its own here, equal in all, such as a counter on no mesh."""
+    # An array on the mesh of one device belongs to the process of that device alone.
+    return jax.process_count() > 1 and isinstance(array.sharding, SingleDeviceSharding)
 
 
 def _numbers_of(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
