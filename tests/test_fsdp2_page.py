@@ -1,8 +1,10 @@
-"""The script of docs/from_fsdp2.md, in a process that stops and another that resumes: the losses are those of one."""
+"""The scripts of docs/from_fsdp2.md: jshard's resumes bit for bit, and PyTorch's has the same losses."""
 
 import json
 import re
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,17 @@ from tests.compiling import environment, python
 
 PAGE = Path(__file__).parent.parent / "docs" / "from_fsdp2.md"
 RUN = "import json, sys, train; print(json.dumps(train.train(sys.argv[1], until=int(sys.argv[2]))))"
-TIMEOUT_S = 400
+TIMEOUT_S = 600
 
 
-def losses_of(folder: Path, run: str, until: int) -> dict[str, float]:
-    """Runs the script in a process of its own."""
-    variables = environment(programs=folder / "programs")
-    command = python(RUN, run, until)
+def script(language: str) -> str:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return "\n\n".join(blocks)
+
+
+def losses_of(command: Sequence[str], folder: Path) -> dict[str, float]:
+    """Runs a command whose last line is the losses by step."""
+    variables = environment(programs=folder / "programs") | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -25,11 +31,75 @@ def losses_of(folder: Path, run: str, until: int) -> dict[str, float]:
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_a_second_process_resumes_bit_for_bit(tmp_path):
-    script = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
-    (tmp_path / "train.py").write_text(script)
-    whole = losses_of(tmp_path, "whole", 20)
-    first = losses_of(tmp_path, "stopped", 10)
-    rest = losses_of(tmp_path, "stopped", 20)
+    (tmp_path / "train.py").write_text(script("python"))
+    whole = losses_of(python(RUN, "whole", 20), tmp_path)
+    first = losses_of(python(RUN, "stopped", 10), tmp_path)
+    rest = losses_of(python(RUN, "stopped", 20), tmp_path)
     assert [*first, *rest] == [str(step) for step in range(20)]
     assert {**first, **rest} == whole
     assert list((tmp_path / "stopped" / "tensorboard").iterdir())
+
+
+ON_CPUS = {
+    'device = "cuda"': 'device = "cpu"',
+    'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n': "",
+    '"cpu:gloo,cuda:nccl"': '"gloo"',
+    "torch.utils.tensorboard": "tensorboardX",
+    'SummaryWriter(folder / "tensorboard")': 'SummaryWriter(str(folder / "tensorboard"))',
+}
+
+RUN_TORCH = """
+import json
+weights = {name: weight.full_tensor().numpy(force=True) for name, weight in build().state_dict().items()}
+if rank == 0:
+    np.savez("weights.npz", **weights)
+whole = train("whole")
+first = train("stopped", until=10)
+rest = train("stopped")
+assert {**first, **rest} == whole
+if rank == 0:
+    print(json.dumps(whole))
+"""
+
+RUN_FROM_WEIGHTS = """
+import json
+import jshard as js
+import numpy as np
+import train
+
+weights = np.load("weights.npz")
+
+
+def linear(name):
+    return {"kernel": weights[f"{name}.weight"].T, "bias": weights[f"{name}.bias"]}
+
+
+def block(name):
+    norm = {"scale": weights[f"{name}.norm.weight"], "bias": weights[f"{name}.norm.bias"]}
+    return {"norm": norm, "up": linear(f"{name}.up"), "down": linear(f"{name}.down")}
+
+
+blocks = {number: block(f"blocks.{number}") for number in range(2)}
+values = {"embed": linear("embed"), "blocks": blocks, "head": linear("head")}
+build = train.build
+train.build = lambda: js.load(build(), values)
+print(json.dumps(train.train("same weights")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_both_scripts_have_the_same_losses_and_that_of_pytorch_resumes(tmp_path):
+    pytest.importorskip("torch")
+    original = script("py")
+    for on_gpus, on_cpus in ON_CPUS.items():
+        assert on_gpus in original
+        original = original.replace(on_gpus, on_cpus)
+    (tmp_path / "original.py").write_text(original + RUN_TORCH)
+    (tmp_path / "train.py").write_text(script("python"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "original.py"]
+    expected = losses_of(torchrun, tmp_path)
+    losses = losses_of(python(RUN_FROM_WEIGHTS), tmp_path)
+    assert losses.keys() == expected.keys() and len(losses) == 20
+    assert max(abs(losses[step] - expected[step]) for step in losses) < 0.01
+    assert expected["0"] - expected["19"] > 0.5
