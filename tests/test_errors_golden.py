@@ -432,6 +432,11 @@ ERRORS: dict[str, Callable[[], object]] = {
     "ungathered: annotated after the root": ungathered_late,
     "revise: no units inside": lambda: revise_layers(shard(linear(), mesh=js.mesh()), {"remat": "full"}),
     "revise: no such setting": lambda: revise_layers(shard(linear(), mesh=js.mesh()), {"remat": "full", "depth": 2}),
+    "js.revise: no such unit": lambda: js.revise(annotated(), "blocks/*", remat="full"),
+    "js.revise: a placement": lambda: js.revise(annotated(), placement=js.PlacementPolicy(min_size=1)),
+    "js.revise: no such choice": lambda: js.revise(
+        js.fully_shard(nn.Dense(8), mesh=js.mesh(), units="head"), "blocks/*", prefetch=2
+    ),
     "fully_shard: manual axes": lambda: shard(
         linear(), mesh=jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Manual,))
     ),

@@ -121,12 +121,15 @@ def _chosen_paths(
         if any(_is_chosen(choice, path, module) for choice in choices):
             paths.add(path)
     if not paths:
-        units_text = ", ".join(f"{name} ({path})" for name, path in kinds.items())
+        units_text = ", ".join(f"{name} at {path}" for name, path in kinds.items())
+        # A line that can be pasted: the last unit is one inside the root, where there is one.
+        *_, last_path = kinds.values()
+        example = "model, prefetch=2" if last_path == dotted(()) else f'"{last_path}", prefetch=2'
         raise AnnotationError(
             "No unit matches the choice of units.",
             where=f"revise({plain_class(model).__name__}, {units!r})",
             why=f"the units are {units_text}.",
-            do='js.revise(model, "blocks/*", remat="full")  # or a class, or a module of the model',
+            do=f"js.revise(model, {example})",
         )
     return paths
 

@@ -12,11 +12,11 @@ import jax
 from jax.sharding import NamedSharding
 
 from jshard._text import counted
-from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.converting import Target
 from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import Match, is_in, renamed
+from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.surplus import EMBEDDING, HEAD
 
 _SUMMED_UP = 3  # this many leaves below one path are shown as that path
@@ -25,7 +25,7 @@ _MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".
 
 
 def check_fits(
-    path: Place,
+    opened: Opened,
     match: Match,
     stored: Mapping[str, StoredLeaf],
     targets: Mapping[str, Target],
@@ -34,12 +34,11 @@ def check_fits(
     rename: Mapping[str, str],
     missing: str,
     extra: str,
-    absent: Mapping[str, Sequence[str]],
 ) -> None:
     """Raises `CheckpointError` with everything that does not fit, including leaves that do not divide.
 
     Args:
-        path: the checkpoint.
+        opened: the checkpoint.
         match: the result of matching.
         stored: the stored leaves, by path.
         targets: the leaves to restore, by path.
@@ -47,7 +46,6 @@ def check_fits(
         rename: from path prefixes of the state to the stored ones.
         missing: as in `restore`.
         extra: as in `restore`.
-        absent: the names of another library's arrays that are not stored, by the stored path that needs them.
     """
     if missing == "error":
         lost = list(match.missing)
@@ -59,7 +57,7 @@ def check_fits(
     uneven = _uneven_lines(match, targets)
 
     def lost_line(key: str, shape: str) -> str:
-        return f"{key}  {reason}{_stored_names_text(key, rename, absent)}  wanted {shape}"
+        return f"{key}  {reason}{_stored_names_text(key, rename, opened.absent)}  wanted {shape}"
 
     def surplus_line(key: str, shape: str) -> str:
         return f"{key}  stored {shape}  wanted nothing"
@@ -70,7 +68,7 @@ def check_fits(
     lines += uneven
     if not lines:
         return
-    where = [str(path), *sorted(lines)]
+    where = [str(opened.path), *sorted(lines)]
     # Of leaves, not of lines: one line may stand for many.
     count = len(match.problems) + len(lost) + len(surplus) + len(uneven)
     if count == len(uneven):
@@ -80,17 +78,17 @@ def check_fits(
             why="a sharded dim must divide by the degrees of its mesh axes.",
             do="let the plan choose the shardings: like=js.abstract_init(build, annotate);\nor leave that dim whole.",
         )
-    advice = _advice(match, stored, targets, rename, path)
+    advice = _advice(match, stored, targets, rename, opened)
     if count == len(surplus):
         why = ["without them it would be another model, or optimizer, than the saved one.", *_untied(match, stored)]
         raise SurplusError(
-            f"The checkpoint has {counted(count, 'leaf')} that the state has no place for.",
+            f"The {opened.noun} has {counted(count, 'leaf')} that the state has no place for.",
             where=where,
             why="\n".join(why),
             do=advice.do,
         )
     raise CheckpointError(
-        f"The checkpoint does not fit: {counted(count, 'leaf differs', 'leaves differ')}.",
+        f"The {opened.noun} does not fit: {counted(count, 'leaf differs', 'leaves differ')}.",
         where=where,
         why=advice.why,
         do=advice.do,
@@ -212,7 +210,7 @@ def _advice(
     stored: Mapping[str, StoredLeaf],
     targets: Mapping[str, Target],
     rename: Mapping[str, str],
-    path: Place,
+    opened: Opened,
 ) -> _Advice:
     why = "it was saved from another model or optimizer."
     # A move explains why leaves are missing, not why they clash. With a `rename`, the user has chosen the places.
@@ -233,7 +231,7 @@ def _advice(
     idle = _prefixes_without_leaf(rename, targets)
     if idle:
         why += f"\n`rename` maps paths of `like`, and no leaf of `like` has it: {', '.join(idle)}."
-    lines = [f"build `like` with the settings of the saved run. Its contents: jshard ckpt inspect {path}"]
+    lines = [f"build `like` with the settings of the saved run. Its contents: {opened.listing}"]
     if not match.problems:  # of which no policy helps
         lines += _policies_that_help(match, stored, targets)
     return _Advice(why, "\n".join(lines))

@@ -27,6 +27,12 @@ class Opened:
     notes: Sequence[str] = ()  # remarks for the reader
     # By path, the names of another library's arrays that a leaf would be made of, and that are not there.
     absent: Mapping[str, Sequence[str]] = types.MappingProxyType({})
+    noun: str = "checkpoint"  # what it is, in messages
+
+    @property
+    def listing(self) -> str:
+        """A line that lists its contents, for messages."""
+        return f"jshard ckpt inspect {self.path}"
 
     @property
     def arrays(self) -> dict[str, StoredLeaf]:

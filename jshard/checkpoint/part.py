@@ -57,15 +57,18 @@ class Part(Opened):
         return self._source.read(path, in_stack)[0]
 
 
-def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) -> Part:
+def part_of(source: Opened, part: str, *, names: Collection[str] | None = None, preferred: str | None = None) -> Part:
     """Returns the arrays below a path; random keys and draw counts are left out.
 
     Args:
         source: the checkpoint.
         part: the path; "" for all.
         names: of the arrays, relative to the path; those that are not there are left out. By default all, as stored.
+        preferred: another path: arrays below it are taken in place of those of the same names.
     """
     paths = _paths_below(source, part)
+    if preferred is not None:
+        paths |= _preferred_paths(source, preferred, paths)
     if not paths:
         names_there = sorted(first_keys(source.arrays))
         raise CheckpointError(
@@ -96,6 +99,20 @@ def _paths_below(source: Opened, part: str) -> dict[str, str]:
         if path.startswith(prefix) and not is_random_state:
             paths[path.removeprefix(prefix)] = path
     return paths
+
+
+def _preferred_paths(source: Opened, preferred: str, paths: Collection[str]) -> dict[str, str]:
+    """Returns the paths of the arrays below a path, all of which must have the name of one in `paths`."""
+    preferred_paths = _paths_below(source, preferred)
+    unknown = [path for name, path in preferred_paths.items() if name not in paths]
+    if unknown or not preferred_paths:
+        raise CheckpointError(
+            "The arrays cannot be replaced by others of the checkpoint.",
+            where=[f"{source.path}: {preferred}", *unknown],
+            why="there are no arrays of that part, or they have names that no replaced array has.",
+            do=f"jshard ckpt inspect {source.path} --depth 2",
+        )
+    return preferred_paths
 
 
 def _place_of(name: str, paths: Mapping[str, str], leaves: Mapping[str, StoredLeaf]) -> ArrayPlace | None:

@@ -160,7 +160,7 @@ class RestoreOperation:
             if extra == "error" and isinstance(opened, ForeignCheckpoint):
                 self._copies = self._without_copies()
             check_fits(
-                opened.path,
+                opened,
                 self.match,
                 self._stored,
                 self._targets,
@@ -168,7 +168,6 @@ class RestoreOperation:
                 rename=renames,
                 missing=missing,
                 extra=extra,
-                absent=opened.absent,
             )
         mesh = mesh_layout(self._targets)
         self.record: dict[str, Json] = {"began_at": self.phases.began_at, "error": None, "mesh": mesh}

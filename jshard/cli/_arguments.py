@@ -28,6 +28,7 @@ Count = Annotated[int, tyro.conf.arg(metavar="N")]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 Options = Literal["fastest", "memory", "none"]
 Extra = Literal["error", "ignore"]  # as in jshard.checkpoint, which imports jax
+Weights = Literal["model", "ema"]
 Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]  # as in jshard.data.token_files, which imports numpy
 # Repeatable; each use adds one.
 Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]

@@ -22,6 +22,7 @@ from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
 from jshard.plans.mesh import AnyMesh
 from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.ema import with_averages
 from jshard.recipes.hf_config import settings_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override, parse_units
@@ -192,4 +193,6 @@ def explained(request: RecipeRequest, mesh: AnyMesh, data: Data | None = None) -
     model_file = request.model_file
     with abstract(request, mesh, data or own_data(model_file, request.recipe)) as (model, batch):
         optimizer = request.recipe.optimizer()
-        return js.explain(model, optimizer=optimizer, loss_fn=model_file.loss, batch=batch, wrt=model_file.wrt)
+        explanation = js.explain(model, optimizer=optimizer, loss_fn=model_file.loss, batch=batch, wrt=model_file.wrt)
+    memory = with_averages(explanation.memory, explanation.plan, request.recipe)
+    return dataclasses.replace(explanation, memory=memory)

@@ -6,16 +6,18 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
+from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import checkpoint, launch
 from jshard._children import module_command
 from jshard._types import Json
 from jshard.checkpoint.errors import SurplusError
-from jshard.cli._arguments import Count, Extra
+from jshard.checkpoint.lookup import checkpoint_at
+from jshard.cli._arguments import Count, Extra, Weights
 from jshard.cli._config import as_setting
 from jshard.cli._data import data_of, tokenizer_of
 from jshard.cli._devices import open_mesh, parse_mesh, simulate_devices
@@ -25,7 +27,8 @@ from jshard.data.files import weighted
 from jshard.data.token_files import is_tokens
 from jshard.data.tokenizer import transformers_files
 from jshard.errors import ShardingError
-from jshard.recipes.building import abstract_model
+from jshard.recipes.building import abstract_model, check_has_average
+from jshard.recipes.ema import Ema, ema_of
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override, parse_units
 from jshard.recipes.recipe import Recipe, tree
@@ -55,6 +58,8 @@ class RunArgs:
     extra: Extra = "error"
     """What to do with parameters of the checkpoint that the model has no place for, because its file has changed:
     refuse, or skip them (ignore)."""
+    weights: Weights = "model"
+    """Which weights: those of the last step (model), or their exponential moving average (ema), if the run has one."""
     processes: Count = 1
     """Work as N processes on this machine, which share its devices, as a cluster would. Not for clusters."""
 
@@ -157,17 +162,34 @@ class StoredRun:
             recipe=override(recipe, settings),
         )
 
-    def restored_model(self, mesh: Mesh, *, extra: Extra = "error") -> tuple[HeldModel, int]:
+    def restored_model(
+        self, mesh: Mesh, *, extra: Extra = "error", weights: Weights = "model"
+    ) -> tuple[HeldModel, int]:
         """Returns the model of the newest checkpoint, and its number of steps. All processes call it."""
+        model = abstract_model(self.model_file, self.recipe, mesh)
         # Without the optimizer's state, which is not used, and mostly larger.
-        like = {"model": abstract_model(self.model_file, self.recipe, mesh), "step": 0}
+        like: dict[str, Any] = {"model": model, "step": 0}
         path = self.options.get("checkpoints") or self.path
+        if weights == "ema":
+            check_has_average(checkpoint_at(path))
+            like["ema"] = self._abstract_average(model)
         try:
             state = checkpoint.restore(path, like=like, extra=extra)
         except SurplusError as error:  # in the words of the command
             do = f"give the model file as it was: --model FILE\n{_SKIP}"
             raise SurplusError(error.what, where=error.where, why=error.why, do=do) from error
+        if weights == "ema":
+            state["ema"].copy_to(state["model"])
         return HeldModel(state["model"]), int(state["step"])
+
+    def _abstract_average(self, model: nnx.Module) -> Ema:
+        recipe = self.recipe
+        # A run that continues without an average has it until its next checkpoint.
+        if recipe.ema_decay is None:
+            recipe = dataclasses.replace(recipe, ema_decay=0.5)
+        average = ema_of(recipe, model, self.model_file.wrt)
+        assert average is not None  # it has a decay
+        return average
 
     def tokenizer_file(self, requested: Path | None) -> Path | None:
         """Returns the tokenizer's file: the requested one, or that of the run; None for bytes."""

@@ -92,6 +92,8 @@ def _train(request: Request) -> int:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
         say(whole_line(f"continue it with: {again}"))
         return launch.stopped_code(finished.stopped_by)
+    if finished.stopped_early is not None:
+        say(f"\nstopped early after step {finished.step}: {finished.stopped_early}.")
     _say_result(request, data, finished, say)
     return 0
 

@@ -52,17 +52,20 @@ def run(argv: Sequence[str]) -> int:
     check_vocabulary(stored.recipe, data.tokenizer)
     mesh = args.open_mesh()  # after all that can be refused without devices
     check_batch(stored.recipe, mesh)
-    model, step = stored.restored_model(mesh, extra=args.extra)
+    model, step = stored.restored_model(mesh, extra=args.extra, weights=args.weights)
     scalars = evaluated(stored.model_file, stored.recipe, model, data)
     if jax.process_index() != 0:  # all processes have the same result
         return 0
     unit = loss_unit(stored.model_file, data)
     derived = _derived(scalars["loss"], unit)
     if args.json:
-        losses = {f"val_{name}": value for name, value in scalars.items()}
+        prefix = "val_ema_" if args.weights == "ema" else "val_"  # as in the record of a run
+        losses = {f"{prefix}{name}": value for name, value in scalars.items()}
         print(as_json({"step": step, "data": data.description, **losses, **derived}))
     else:
-        show(f"{data.description}\n{_loss_line(scalars, unit, derived)} after {counted(step, 'step')}")
+        of_average = ", of the average of the weights" if args.weights == "ema" else ""
+        line = f"{_loss_line(scalars, unit, derived)} after {counted(step, 'step')}{of_average}"
+        show(f"{data.description}\n{line}")
     return 0
 
 

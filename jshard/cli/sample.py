@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     tokenizer = stored.tokenizer(args.tokenizer)
     prompt = _prompt_tokens(args.prompt, tokenizer)
     mesh = args.open_mesh()  # after all that can be refused without devices
-    model, _ = stored.restored_model(mesh, extra=args.extra)
+    model, _ = stored.restored_model(mesh, extra=args.extra, weights=args.weights)
     if not is_decoder(stored.model_file, model.model):
         raise ShardingError(
             "The model is not known to continue text.",

@@ -27,6 +27,7 @@ from jshard.engine.context import plain_flax
 from jshard.errors import FourPartError
 from jshard.inspect.audit import CompiledMemory
 from jshard.recipes.building import abstract_model, batch_of, optimizer_of
+from jshard.recipes.ema import ema_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe, versions
@@ -131,7 +132,8 @@ def lowered_step(
         model, optimizer_of(recipe, model), wrt=model_file.wrt, shard_replicated=shard_replicated
     )
     batch = batch_of(model_file, recipe, recipe.batch_size, mesh)
-    return model, lower_step(model_file.loss_fn, model, optimizer, batch, accumulate=recipe.accumulate)
+    ema = ema_of(recipe, model, model_file.wrt)
+    return model, lower_step(model_file.loss_fn, model, optimizer, batch, accumulate=recipe.accumulate, ema=ema)
 
 
 def _compiled(lowered: jax.stages.Lowered, options: Options, topology: Topology) -> jax.stages.Compiled:

@@ -31,6 +31,7 @@ from jshard.plans.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, data_shard
 from jshard.plans.plan import ShardPlan, UnitPlan
 from jshard.plans.units import modules
 from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.ema import with_averages
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
@@ -159,7 +160,7 @@ class Costs:
     @functools.cache  # noqa: B019
     def _planned(self, mesh: _Degrees, units: _Settings) -> _PlannedModel:
         plan = js.plan(self._revised(mesh, dict(units)), wrt=self.model_file.wrt)
-        memory = memory_of(plan, optimizer=self.recipe.optimizer())
+        memory = with_averages(memory_of(plan, optimizer=self.recipe.optimizer()), plan, self.recipe)
         # Of the layers only; the traced step contains the other units' copies, but none of the layers.
         layers_kept_bytes = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit))
         return _PlannedModel(plan, memory, layers_kept_bytes, tuple(_collectives(plan, self.machine.assumptions)))

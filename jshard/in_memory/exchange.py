@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jshard.in_memory.transfers import Transfer, offset_in, rounds_of
+from jshard.plans.memories import fetched
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
@@ -89,6 +90,16 @@ def exchange(
         if shard.device in target_devices:
             blocks[shard.device] = _reshaped(shard.data, targets.shape, shard.device)
     return Blocks(targets.shape, blocks)
+
+
+def blocks_of(array: jax.Array | jax.ShapeDtypeStruct) -> Blocks:
+    """Returns the shards of an array on devices of this process, in device memory."""
+    assert array.sharding is not None
+    block_shape = array.sharding.shard_shape(array.shape)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        assert not array.sharding.addressable_devices, "a process that holds a part has the array"
+        return Blocks(block_shape, {})
+    return Blocks(block_shape, {shard.device: shard.data for shard in fetched(array).addressable_shards})
 
 
 def _devices_of(transfers: Sequence[Transfer], target_devices: Sequence[Device]) -> list[Device]:

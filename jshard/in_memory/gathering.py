@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jshard._types import PyTree
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.state import leaves as _leaves
-from jshard.in_memory.arrays import moved, on_hosts
+from jshard.in_memory.arrays import moved
+from jshard.in_memory.hosts import on_hosts
 from jshard.in_memory.live_state import LiveState
 
 Where = Literal["host", "process0", "all"]
@@ -49,6 +50,7 @@ def gather(state: PyTree, *, where: Where = "host") -> PyTree:
             do='js.gather(model, where="host")',
         )
     live = LiveState(state)
+    live.check_has_values()
     is_receiver = where != "process0" or jax.process_index() == 0
     values: dict[_leaves.Path, object] = {}
     for path, leaf in _leaves.flatten(state).items():

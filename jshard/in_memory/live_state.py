@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._processes import exchange
 from jshard._text import counted
 from jshard._types import PyTree
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.converting import Leaf, Target
+from jshard.checkpoint.converting import Leaf, Target, own_mesh
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import Box, bounds, whole
 from jshard.checkpoint.manifest import StoredLeaf
@@ -26,114 +26,160 @@ from jshard.checkpoint.packed.layout import Limits
 from jshard.checkpoint.state import leaf_values
 from jshard.checkpoint.state import leaves as _leaves
 from jshard.checkpoint.state.local_arrays import is_local
-from jshard.in_memory.arrays import moved, on_hosts, placed, sent_from
+from jshard.in_memory.arrays import moved, placed, sent_from
+from jshard.in_memory.hosts import on_hosts
+from jshard.plans.units import is_key
 
 SHOWN_AS = Path("(in memory)")
 """The place of a state in messages, where a checkpoint has its path."""
 
 
-class LiveState(Opened):
-    """A state whose arrays are on devices, of this process or others, or on the host of every process.
-
-    Attributes:
-        casts: dtypes, by path, in which leaves are loaded: cast on their own devices, before they are sent.
-    """
+class _InMemory(Opened):
+    """What states in memory share as open checkpoints: how they are loaded."""
 
     path = SHOWN_AS
+    noun = "state"
+    _values: Mapping[str, int | float | str]  # the leaves that are no arrays, by path
 
-    def __init__(self, state: PyTree) -> None:
-        by_path = {_leaves.text(path): _as_array(leaf) for path, leaf in _leaves.flatten(state).items()}
-        _check_not_deleted(by_path)
-        self._leaves = by_path
-        self.casts: dict[str, np.dtype] = {}
-        self._logical_shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-        described = leaf_values.storable(
-            {path: _shown(leaf) for path, leaf in _leaves.flatten(state).items()}, abstract=True
-        )
-        self.leaves = {
-            path: _manifest.describe(leaf, self._logical_shapes.get(path)) for path, leaf in described.items()
-        }
-        self._values = {path: described[path] for path, leaf in self.leaves.items() if not leaf.is_array}
+    @property
+    def listing(self) -> str:
+        """See `Opened.listing`."""
+        return "js.gather(state)"
 
     def leaves_for(self, paths: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`."""
         return self.leaves
 
     def load(self, targets: Mapping[str, Target]) -> dict[str, Leaf]:
-        """See `Opened.load`; arrays are new, also where nothing moves: the state that is read may be donated."""
+        """See `Opened.load`. Arrays are new, also where nothing moves: the state that is read may be donated."""
         result: dict[str, Leaf] = {}
         for path, target in targets.items():
             if path in self._values:
                 result[path] = self._values[path]
             elif isinstance(target, jax.ShapeDtypeStruct):
+                # One leaf at a time: the memory of a transfer is free before the next begins.
                 result[path] = jax.block_until_ready(self._array(path, target))
             else:
                 result[path] = self.read(path, whole(self.leaves[path]))
         return result
 
+    def _array(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+        if not is_key(target):
+            return self._numbers(path, target)
+        # Collectives move numbers, and no keys.
+        return jax.random.wrap_key_data(self._numbers(path, _numbers_of(target)), impl=target.dtype)
+
+    def _numbers(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+        """Returns an array, or the numbers of a random key, in the shape and the sharding of a target."""
+        raise NotImplementedError
+
+    def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
+        """See `Opened.touched`: no file is read."""
+        return 0
+
+    def values(self) -> dict[str, int | float | str]:
+        """See `Opened.values`."""
+        return dict(self._values)
+
+
+class LiveState(_InMemory):
+    """A state whose arrays are on devices, of this process or others, or on the host of every process.
+
+    Attributes:
+        casts: dtypes, by path, in which leaves are loaded. They are cast on their own devices, before they are sent.
+    """
+
+    def __init__(self, state: PyTree) -> None:
+        by_path = {path: _as_array(leaf) for path, leaf in _leaves.flatten(state).items()}
+        self._leaves: dict[str, Leaf] = _leaves.by_text(by_path)
+        self._check_not_deleted()
+        self.casts: dict[str, np.dtype] = {}
+        # Only types matter here: values would be copied.
+        shown = {path: _shown(leaf) for path, leaf in by_path.items()}
+        self._described = leaf_values.storable(shown, abstract=True)
+        logical_shapes = _leaves.by_text(_leaves.logical_shapes(state))
+        self.leaves = _manifest.describe_all(self._described, logical_shapes)
+        self._values = _values_of(self.leaves, self._described)
+
+    def check_has_values(self) -> None:
+        """Raises for arrays without values of which this process should have a part."""
+        lacking = []
+        for path, leaf in self._leaves.items():
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                continue
+            if leaf.sharding is None or leaf.sharding.addressable_devices:
+                lacking.append(f"{path}  {leaf.shape}")
+        if lacking:
+            raise CheckpointError(
+                f"The state cannot be read: {counted(len(lacking), 'leaf has', 'leaves have')} no values.",
+                where=lacking,
+                why="the state is abstract; only a process without a device of it may pass an abstract one.",
+                do="model = js.shard_init(build, annotate)  # creates the values",
+            )
+
     def source_of(self, path: str) -> Leaf:
-        """Returns the array of a leaf as it is, or in the dtype set by `cast`; a random key as its numbers."""
+        """Returns the array of a leaf, in the dtype that `casts` has for it; a random key as its numbers."""
         leaf = self._leaves[path]
-        if _is_key(leaf):
+        if is_key(leaf):
             return _numbers_of(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else jax.random.key_data(leaf)
-        dtype = self.casts.get(path)
-        if dtype is None or dtype == leaf.dtype:
+        dtype = self.casts.get(path, leaf.dtype)
+        if dtype == leaf.dtype:
             return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.addressable_shards):
+        if isinstance(leaf, np.ndarray):
+            return leaf.astype(dtype)
+        if isinstance(leaf, jax.ShapeDtypeStruct) or not leaf.addressable_shards:
             # This process has no device of the array, and so no part in the cast.
             return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-        return leaf.astype(dtype) if isinstance(leaf, np.ndarray) else _cast(leaf, dtype)
+        with own_mesh(leaf):
+            return _cast(leaf, dtype)
 
     def placed_as(self, path: str) -> jax.ShapeDtypeStruct | None:
         """Returns the stored shape, the dtype as loaded and the sharding of an array; None if it is on no devices."""
         leaf = self._leaves[path]
         sharding = getattr(leaf, "sharding", None)
-        if sharding is None or _is_key(leaf):
+        if sharding is None or is_key(leaf):
             return None
         return jax.ShapeDtypeStruct(leaf.shape, self.casts.get(path, leaf.dtype), sharding=sharding)
 
-    def _array(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-        if _is_key(target):
-            numbers = self._numbers(path, _numbers_of(target))
-            return jax.random.wrap_key_data(numbers, impl=target.dtype)
-        return self._numbers(path, target)
-
     def _numbers(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
         array = self.source_of(path)
-        on_devices = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
-        if on_devices and not _is_on_every_host(array):
+        is_on_devices = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
+        if is_on_devices and not _is_on_every_host(array):
             return moved(array, self.leaves[path].shape, target)
         return placed(np.asarray(array), target, dtype=array.dtype)
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """See `Opened.read`; every process reads the same boxes in the same order."""
+        """See `Opened.read`; every process reads the same leaves in the same order."""
         array = self.source_of(name)
-        if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            values = on_hosts(array, self.leaves[name].shape, range(jax.process_count()))
-            assert values is not None
-            return values[box]
-        return np.array(np.asarray(array)[box])
+        if not isinstance(array, jax.Array) or _is_on_every_host(array):
+            return np.array(np.asarray(array)[box])
+        processes = [jax.process_index()] if array.is_fully_addressable else range(jax.process_count())
+        values = on_hosts(array, self.leaves[name].shape, processes)
+        assert values is not None, "every process is among them"
+        return values[box]
 
-    def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
-        """See `Opened.touched`."""
-        return 0
+    def _check_not_deleted(self) -> None:
+        """Raises for arrays whose values are gone."""
+        deleted = [path for path, leaf in self._leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+        if deleted:
+            raise CheckpointError(
+                f"The state cannot be read: the values of {counted(len(deleted), 'leaf')} are gone.",
+                where=deleted,
+                why="these arrays are deleted: a step that donates its arguments reuses their memory.",
+                do="use what the step returns: state = step(state, batch).",
+            )
 
-    def values(self) -> dict[str, int | float | str]:
-        """See `Opened.values`."""
-        return {path: value for path, value in self._values.items() if isinstance(value, int | float | str)}
 
-
-class StateOfOneProcess(Opened):
-    """A state that only one process holds; the others learn of its leaves, and receive their shards.
-
-    Args:
-        opened: the state, in the process that holds it; None in the others.
-        holder: the number of that process.
-    """
-
-    path = SHOWN_AS
+class StateOfOneProcess(_InMemory):
+    """A state that only one process holds; the others learn of its leaves, and receive their shards."""
 
     def __init__(self, opened: Opened | None, holder: int) -> None:
+        """Exchanges what the leaves are; every process calls it.
+
+        Args:
+            opened: the state, in the process that holds it; None in the others.
+            holder: the number of that process.
+        """
         self._opened = opened
         self._holder = holder
         message = None
@@ -143,51 +189,29 @@ class StateOfOneProcess(Opened):
         received = exchange("state of one process", message)[holder]
         self.leaves = {path: _leaf_of(fields) for path, fields in received["leaves"].items()}
         self.absent = received["absent"]
-        self._values: dict[str, int | float | str] = received["values"]
-
-    def leaves_for(self, paths: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """See `Opened.leaves_for`."""
-        return self.leaves
-
-    def load(self, targets: Mapping[str, Target]) -> dict[str, Leaf]:
-        """See `Opened.load`; one leaf at a time leaves the host that has it."""
-        result: dict[str, Leaf] = {}
-        for path, target in targets.items():
-            if path in self._values:
-                result[path] = self._values[path]
-            elif isinstance(target, jax.ShapeDtypeStruct):
-                result[path] = jax.block_until_ready(self._array(path, target))
-            else:
-                result[path] = self.read(path, whole(self.leaves[path]))
-        return result
-
-    def _array(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-        if _is_key(target):
-            return jax.random.wrap_key_data(self._numbers(path, _numbers_of(target)), impl=target.dtype)
-        return self._numbers(path, target)
+        self._values = received["values"]
 
     def _numbers(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
         leaf = self.leaves[path]
-        opened = self._opened
-
-        def read(box: Box) -> np.ndarray:
-            assert opened is not None
-            return opened.read(path, box)
-
-        reader = None if opened is None else read
-        return sent_from(self._holder, reader, leaf.shape, np.dtype(leaf.dtype), target)
+        read = None if self._opened is None else functools.partial(self._opened.read, path)
+        return sent_from(self._holder, read, leaf.shape, np.dtype(leaf.dtype), target)
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """See `Opened.read`; the values are replicated first, so the others read them, too."""
+        """See `Opened.read`; every process reads the same leaves in the same order."""
         leaf = self.leaves[name]
-        mesh = jax.make_mesh((jax.device_count(),), ("device",))
-        replicated = NamedSharding(mesh, PartitionSpec())
-        target = jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=replicated)
-        return np.array(np.asarray(self._numbers(name, target).addressable_data(0))[box])
-
-    def values(self) -> dict[str, int | float | str]:
-        """See `Opened.values`."""
-        return self._values
+        dtype = np.dtype(leaf.dtype)
+        # As bytes: without `jax_enable_x64`, JAX has no numbers of 64 bits.
+        shape = (*leaf.shape, dtype.itemsize)
+        read = None
+        if self._opened is not None:
+            values = self._opened.read(name, whole(leaf))
+            in_bytes = np.frombuffer(values.tobytes(), np.uint8).reshape(shape)
+            read = in_bytes.__getitem__
+        mesh = Mesh(np.array(jax.devices()), "device")
+        target = jax.ShapeDtypeStruct(shape, np.uint8, sharding=NamedSharding(mesh, PartitionSpec()))
+        copies = sent_from(self._holder, read, shape, np.dtype(np.uint8), target)
+        received = np.asarray(copies.addressable_data(0))
+        return np.frombuffer(received.tobytes(), dtype).reshape(leaf.shape)[box].copy()
 
 
 class NamedArrays:
@@ -209,6 +233,11 @@ class NamedArrays:
 def _leaf_of(fields: Mapping[str, Any]) -> StoredLeaf:
     chunk = fields["chunk"]
     return StoredLeaf(**{**fields, "shape": tuple(fields["shape"]), "chunk": None if chunk is None else tuple(chunk)})
+
+
+def _values_of(leaves: Mapping[str, StoredLeaf], described: Mapping[str, Any]) -> dict[str, int | float | str]:
+    """Returns the leaves that are no arrays, by path."""
+    return {path: described[path] for path, leaf in leaves.items() if not leaf.is_array}
 
 
 def _as_array(leaf: Any) -> Leaf:
@@ -235,18 +264,6 @@ def _shown(leaf: object) -> Leaf:
     return array
 
 
-def _check_not_deleted(leaves: Mapping[str, Leaf]) -> None:
-    """Raises for arrays whose values are gone."""
-    deleted = [path for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    if deleted:
-        raise CheckpointError(
-            f"The state cannot be read: the values of {counted(len(deleted), 'leaf')} are gone.",
-            where=deleted,
-            why="these arrays are deleted: a step that donates its arguments reuses their memory.",
-            do="use what the step returns: state = step(state, batch).",
-        )
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _cast(array: jax.Array, dtype: np.dtype) -> jax.Array:
     """Returns an array in another dtype, with the same sharding."""
@@ -256,10 +273,6 @@ def _cast(array: jax.Array, dtype: np.dtype) -> jax.Array:
 def _is_on_every_host(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether every process has an array of its own here, equal in all, on devices of its own."""
     return isinstance(array, jax.Array) and is_local(array) and len(array.sharding.device_set) == 1
-
-
-def _is_key(leaf: object) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", int), jax.dtypes.prng_key)
 
 
 def _numbers_of(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -85,5 +85,7 @@ def _opened(values: PyTree | None, names: Names | None) -> Opened:
 
 def _source(values: PyTree, names: Names | None) -> Opened:
     if names is None:
-        return LiveState(values)
+        live = LiveState(values)
+        live.check_has_values()
+        return live
     return ForeignCheckpoint(SHOWN_AS, NamedArrays(values), names)

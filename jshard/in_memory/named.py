@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._types import PyTree
-from jshard.checkpoint.converting import Leaf
+from jshard.checkpoint.converting import Leaf, own_mesh
 from jshard.checkpoint.formats import Names
 from jshard.checkpoint.formats.names import ForeignSource, Origin
 from jshard.checkpoint.formats.source import Box
@@ -46,12 +46,13 @@ class NamedLiveState(LiveState):
         origin = self._origins[path]
         target = self.placed_as(path)
         array = self._leaves[self._path_of[origin.path]]
-        if target is None:
+        if target is None:  # it is on the host, or on one device
             return _in_other_layout(array, origin, self._model_leaves[origin.path].shape, self.leaves[path].shape)
         if isinstance(array, jax.ShapeDtypeStruct) or not array.addressable_shards:
             return target
         convert = _converter(origin, self._model_leaves[origin.path].shape, target)
-        with jax.set_mesh(target.sharding.mesh):
+        # Another mesh of the caller may be active.
+        with own_mesh(target):
             return convert(array)
 
     def placed_as(self, path: str) -> jax.ShapeDtypeStruct | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -25,7 +26,9 @@ from jshard.in_memory.arrays import transfers_for
 from jshard.in_memory.live_state import LiveState
 from jshard.in_memory.named import NamedLiveState
 from jshard.in_memory.transfers import least_elements, moved_elements, shards_of
+from jshard.plans.mesh import check_has_devices
 from jshard.plans.plan import record_of
+from jshard.plans.units import plain_class
 
 Target: TypeAlias = Any
 """A function that annotates a model; or a state, live or abstract, whose arrays say where they are to be."""
@@ -76,6 +79,7 @@ def reshard(
         >>> served = js.reshard(model, annotate)
     """
     operation, live = _operation(state, target, names=names, only=only, rename=rename, missing=missing, extra=extra)
+    live.check_has_values()
     live.casts.update(_narrower(operation))
     return operation.run(verify=False, timeout_s=timeout_s)
 
@@ -130,35 +134,53 @@ def reshard_plan(state: PyTree, target: Target, *, names: Names | None = None, *
     """
     operation, live = _operation(state, target, names=names, **options)
     live.casts.update(_narrower(operation))
-    moved_bytes = 0
-    least_bytes = 0
-    between_processes_bytes = 0
-    total_bytes = 0
-    extra_bytes = 0
+    moves = []
     for path, leaf_target in operation.reads.items():
-        leaf = live.leaves[path]
         array = live.placed_as(path)
-        if array is None or not isinstance(leaf_target, jax.ShapeDtypeStruct) or leaf_target.sharding is None:
-            continue
-        itemsize = jnp.dtype(array.dtype).itemsize
-        transfers = transfers_for(array.sharding, array.shape, leaf.shape, leaf_target)
-        sources = shards_of(array.sharding, array.shape, leaf.shape)
-        targets = shards_of(leaf_target.sharding, leaf_target.shape, leaf.shape)
-        remote = [each for each in transfers if each.source.device.process_index != each.target.device.process_index]
-        source_block = int(np.prod(array.sharding.shard_shape(array.shape)))
-        target_block = int(np.prod(leaf_target.sharding.shard_shape(leaf_target.shape)))
-        moved_bytes += itemsize * moved_elements(transfers)
-        least_bytes += itemsize * least_elements(sources, targets)
-        between_processes_bytes += itemsize * moved_elements(remote)
-        total_bytes += itemsize * target_block * len(leaf_target.sharding.device_set)
-        extra_bytes = max(extra_bytes, itemsize * (source_block + 2 * target_block))
+        # A leaf on hosts, such as a number, is on none of the devices.
+        if array is not None and isinstance(leaf_target, jax.ShapeDtypeStruct):
+            moves.append(_LeafMove.of(array, live.leaves[path].shape, leaf_target))
     return ReshardPlan(
-        moved_bytes=moved_bytes,
-        least_bytes=least_bytes,
-        between_processes_bytes=between_processes_bytes,
-        total_bytes=total_bytes,
-        extra_bytes=extra_bytes,
+        moved_bytes=sum(move.moved_bytes for move in moves),
+        least_bytes=sum(move.least_bytes for move in moves),
+        between_processes_bytes=sum(move.between_processes_bytes for move in moves),
+        total_bytes=sum(move.total_bytes for move in moves),
+        extra_bytes=max((move.extra_bytes for move in moves), default=0),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LeafMove:
+    """The forecast of one leaf; its fields are those of `ReshardPlan`."""
+
+    moved_bytes: int
+    least_bytes: int
+    between_processes_bytes: int
+    total_bytes: int
+    extra_bytes: int
+
+    @classmethod
+    def of(cls, array: jax.ShapeDtypeStruct, shape: tuple[int, ...], target: jax.ShapeDtypeStruct) -> _LeafMove:
+        """Forecasts the move of an array of this shape, without padding, to a target."""
+        assert array.sharding is not None and target.sharding is not None
+        itemsize = jnp.dtype(array.dtype).itemsize
+        transfers = transfers_for(array.sharding, array.shape, shape, target)
+        between_processes = []
+        for transfer in transfers:
+            if transfer.source.device.process_index != transfer.target.device.process_index:
+                between_processes.append(transfer)
+        sources = shards_of(array.sharding, array.shape, shape)
+        targets = shards_of(target.sharding, target.shape, shape)
+        source_block = math.prod(array.sharding.shard_shape(array.shape))
+        target_block = math.prod(target.sharding.shard_shape(target.shape))
+        return cls(
+            moved_bytes=itemsize * moved_elements(transfers),
+            least_bytes=itemsize * least_elements(sources, targets),
+            between_processes_bytes=itemsize * moved_elements(between_processes),
+            total_bytes=itemsize * target_block * len(target.sharding.device_set),
+            # A device that has no shard of the one or the other holds zeros in its place, and beside them what arrives.
+            extra_bytes=itemsize * (source_block + 2 * target_block),
+        )
 
 
 def _operation(
@@ -174,7 +196,9 @@ def _like(state: PyTree, target: Target) -> PyTree:
     if not callable(target) or isinstance(target, nnx.Module | nn.Module):
         return target
     if isinstance(state, nnx.Module):
-        return abstract_copy(state, target)
+        model = abstract_copy(state, target)
+        check_has_devices(record_of(model).mesh, f"reshard({plain_class(model).__name__})")
+        return model
     models = _models_in(state)
     if len(models) != 1:
         raise CheckpointError(
@@ -186,7 +210,7 @@ def _like(state: PyTree, target: Target) -> PyTree:
         )
     (name,) = models
     model = abstract_copy(state[name], target)
-    mesh = record_of(model).mesh
+    mesh = check_has_devices(record_of(model).mesh, f"reshard({name})")
     like = {}
     for key, value in state.items():
         if key == name:

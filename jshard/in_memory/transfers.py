@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 from jax.sharding import Sharding
 
-from jshard.checkpoint.packed.layout import Limits, limits, size_of
+from jshard.checkpoint.packed.layout import Limits, device_boxes, shape_of, size_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,7 @@ def shards_of(sharding: Sharding, stored_shape: tuple[int, ...], shape: tuple[in
         shape: without padding: boxes end where the array ends, and may be empty.
     """
     shards = []
-    for device, index in sharding.devices_indices_map(stored_shape).items():
-        stored_box = limits(index or (), stored_shape)
+    for device, stored_box in device_boxes(sharding, stored_shape).items():
         box = tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(stored_box, shape, strict=True))
         shards.append(ShardBox(device, box))
     return sorted(shards, key=lambda shard: shard.device.id)
@@ -176,11 +175,6 @@ def intersection(first: Limits, second: Limits) -> Limits:
         stop = max(min(first_stop, second_stop), start)
         shared.append((start, stop))
     return tuple(shared)
-
-
-def shape_of(box: Limits) -> tuple[int, ...]:
-    """Returns the shape of a box."""
-    return tuple(stop - start for start, stop in box)
 
 
 def offset_in(box: Limits, outer: Limits) -> tuple[int, ...]:

@@ -58,6 +58,8 @@ class Memory:
     host_parameters_bytes: int = 0  # parameters in host memory, a device's part of them
     host_gradients_bytes: int = 0  # gradients, of those that are trained
     host_optimizer_bytes: int = 0  # optimizer state
+    averages_bytes: int = 0  # averages of the weights that a run keeps
+    host_averages_bytes: int = 0  # those in host memory
     host_activations_bytes: int = 0  # saved by autodiff. All figures above are of the device's own memory.
 
     def with_activations(self, activations: Activations) -> "Memory":
@@ -72,14 +74,14 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """The memory of a device between steps: parameters and optimizer state."""
-        return self.parameters_bytes + self.optimizer_bytes
+        """The memory of a device between steps: parameters, optimizer state, and averages of the weights."""
+        return self.parameters_bytes + self.optimizer_bytes + self.averages_bytes
 
     @property
     def host_bytes(self) -> int:
         """The host memory that a step uses for one device."""
         state = self.host_parameters_bytes + self.host_gradients_bytes + self.host_optimizer_bytes
-        return state + self.host_activations_bytes
+        return state + self.host_averages_bytes + self.host_activations_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -225,7 +227,36 @@ def _unreduced_bytes(leaves: Sequence[LeafPlan]) -> int:
     return total
 
 
-# ---- optimizer state
+# ---- optimizer state, and averages of the weights
+
+
+class AverageBytes(NamedTuple):
+    """The bytes of averages of the weights for one device."""
+
+    on_device: int
+    on_host: int
+
+
+def average_bytes(plan: ShardPlan, dtype: str | None) -> AverageBytes:
+    """Returns the bytes of an average of every trained parameter, placed like it.
+
+    Args:
+        plan: of the parameters.
+        dtype: of the averages; None for that of each parameter.
+    """
+    on_device = 0
+    on_host = 0
+    for leaf in plan.leaves:
+        if not leaf.trained:
+            continue
+        placement = leaf.placement
+        num_values = placement.bytes_per_device // jnp.dtype(placement.dtype).itemsize
+        size = num_values * jnp.dtype(dtype or placement.dtype).itemsize
+        if placement.on_host:
+            on_host += size
+        else:
+            on_device += size
+    return AverageBytes(on_device, on_host)
 
 
 class OptimizerBytes(NamedTuple):

@@ -186,6 +186,8 @@ def memory_table(memory: Memory) -> FittedTable:
 
     row("parameters", memory.parameters_bytes, "plan")
     row(f"optimizer state ({memory.optimizer})", memory.optimizer_bytes, "plan")
+    if memory.averages_bytes:
+        row("averages of the weights", memory.averages_bytes, "plan")
     total("held between steps", memory.held_bytes, "plan", end_section=True)
     row("gradients", memory.gradients_bytes, "plan")
     row("gathered copies kept until backward", memory.kept_bytes, "estimate")
@@ -208,6 +210,8 @@ def memory_table(memory: Memory) -> FittedTable:
         row("in host memory: parameters", memory.host_parameters_bytes, "plan")
         row("in host memory: their gradients", memory.host_gradients_bytes, "plan")
         row("in host memory: optimizer state", memory.host_optimizer_bytes, "plan")
+        if memory.host_averages_bytes:
+            row("in host memory: averages of the weights", memory.host_averages_bytes, "plan")
         if memory.activations_bytes is not None:
             row("in host memory: activations", memory.host_activations_bytes, "estimate: saved")
         total("in host memory, for this device", memory.host_bytes, "")

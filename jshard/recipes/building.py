@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -28,15 +28,18 @@ from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.formats import Names, foreign_source
 from jshard.checkpoint.lookup import checkpoint_at
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restoring import Extra
 from jshard.data import Data, DataError
 from jshard.data.loader import read_sample
+from jshard.errors import RunError
 from jshard.linen.annotation import annotation_of
 from jshard.linen.dispatch import initialise
 from jshard.linen.parameters import PARAMS
 from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.plan import plan
 from jshard.plans.units import dotted
+from jshard.recipes.ema import WEIGHTS, Ema, ema_of
 from jshard.recipes.hf_config import unchecked_names
 from jshard.recipes.linen_model import Initialising, LinenModel
 from jshard.recipes.model_file import LossFn, ModelFile, ModelFileError, check_is_text, next_token_loss
@@ -195,6 +198,31 @@ def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nn
 # The state of a run.
 
 
+class RunState(NamedTuple):
+    """The state of a run after so many steps.
+
+    Attributes:
+        model: with its weights.
+        optimizer: with its state.
+        step: number of completed steps.
+        ema: the average of the weights; None if the recipe asks for none, or the checkpoint has none.
+    """
+
+    model: nnx.Module
+    optimizer: nnx.Optimizer
+    step: int
+    ema: Ema | None = None
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> RunState:
+        """Returns the state that was stored with these names."""
+        return cls(stored["model"], stored["optimizer"], int(stored["step"]), stored.get("ema"))
+
+    def named(self) -> dict[str, object]:
+        """Returns the parts of the state by the names under which they are stored."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
 def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer]:
     """Returns the model of a recipe and its optimizer, with every leaf initialised sharded."""
     model = new_model(model_file, recipe, mesh)
@@ -218,23 +246,55 @@ def _computes_in_float16(model: nnx.Module) -> bool:
 
 def restore(
     model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: checkpoint.Checkpointer, step: int | None = None
-) -> tuple[nnx.Module, nnx.Optimizer, int]:
-    """Returns the state of a checkpoint (in memory only once): model, optimizer, and the number of completed steps.
+) -> RunState:
+    """Returns the state of a checkpoint, in memory only once. It has an average if the recipe and the checkpoint do.
 
     Raises:
         CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
         RunError: all checkpoints are damaged, or cannot be read.
     """
-    state = checkpoints.restore(abstract_state(model_file, recipe, mesh), step, fall_back=True)
-    return state["model"], state["optimizer"], int(state["step"])
+    like = abstract_state(model_file, recipe, mesh)
+    if "ema" in like and not _stores_average(checkpoints, step):
+        del like["ema"]
+    return RunState.of(checkpoints.restore(like, step, fall_back=True))
+
+
+AVERAGES = f"ema/{WEIGHTS}"
+"""The path of the averages in a checkpoint of a run; below it they have the names of their weights."""
+
+
+def check_has_average(place: Place) -> None:
+    """Raises a `CheckpointError` for a checkpoint without averages of the weights."""
+    if not has_average(place):
+        raise CheckpointError(
+            "The run has no average of the weights.",
+            where=f"{place}: {AVERAGES}",
+            why="its newest checkpoint was saved with ema_decay=none.",
+            do="--weights model  # or train with an average: --set ema_decay=0.999",
+        )
+
+
+def _stores_average(checkpoints: checkpoint.Checkpointer, step: int | None) -> bool:
+    """Returns whether the newest checkpoint that can be read has averages of the weights."""
+    for stored in reversed(checkpoints.steps()):
+        if step is not None and stored > step:
+            continue
+        with contextlib.suppress(RunError):  # damaged: the restore says so, and goes back to an older one
+            return has_average(checkpoints.path(stored))
+    return True
+
+
+def has_average(place: Place) -> bool:
+    """Returns whether a checkpoint has averages of the weights."""
+    return any(path.startswith(f"{AVERAGES}/") for path in own_checkpoint(place, verify=False).leaves)
 
 
 def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[str, object]:
-    """Returns the abstract state in a checkpoint of a run."""
+    """Returns the abstract state in a checkpoint of a run, by the names of its parts."""
     model = abstract_model(model_file, recipe, mesh)
     # In the placement of this mesh, which may be another than that of the run that saved.
     optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
-    return {"model": model, "optimizer": optimizer, "step": 0}
+    return RunState(model, optimizer, 0, ema_of(recipe, model, model_file.wrt)).named()
 
 
 def create_from(

@@ -7,10 +7,10 @@ import enum
 import math
 import numbers
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -99,8 +99,18 @@ class Recipe:
         checkpoint_every: steps between two checkpoints; one always follows the last step.
         keep_checkpoints: number of checkpoints to keep; older ones are deleted.
         seed: seed of the parameters, of dropout and of the sample order.
+        ema_decay: decay of an exponential moving average of the weights, which is evaluated, too; None for no average.
+        ema_dtype: dtype of the averages; None for that of each weight.
+        ema_start_step: steps after which the average begins; until then it is the weights themselves.
+        ema_warmup: whether the n-th update of the average keeps at most (1 + n) / (10 + n) of it.
+        monitor: the metric of the evaluations by which the run ends early and keeps its best checkpoints.
+        monitor_mode: "min" if lower values of it are better, "max" if higher ones are.
+        patience: evaluations without an improvement after which the run ends; None: it does all its steps.
+        min_delta: by how much the metric must be better to count as an improvement.
+        keep_best: number of checkpoints to keep beside the newest, those with the best values; each is saved after its
+            evaluation.
 
-    A subclass may add settings and override `schedule` and `optimizer`.
+    A subclass may add settings and override `schedule`, `optimizer` and `hooks`.
     """
 
     model: Any
@@ -120,6 +130,15 @@ class Recipe:
     checkpoint_every: int = 1000
     keep_checkpoints: int = 3
     seed: int = 0
+    ema_decay: float | None = None
+    ema_dtype: str | None = "float32"
+    ema_start_step: int = 0
+    ema_warmup: bool = True
+    monitor: str = "val_loss"
+    monitor_mode: Literal["min", "max"] = "min"
+    patience: int | None = None
+    min_delta: float = 0.0
+    keep_best: int = 0
 
     def schedule(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step."""
@@ -152,6 +171,17 @@ class Recipe:
         )
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
 
+    def hooks(self, step: Any) -> Sequence[Any]:
+        """Returns hooks with code of your own: none by default.
+
+        A `StepHook` runs after a step, an `EvaluatedHook` after an evaluation, a `SavedHook` after a save, and a
+        `PeriodicHook` between two steps; all are in `jshard.train`. A resumed run creates them again.
+
+        Args:
+            step: the `TrainStep`, which has the current `model`.
+        """
+        return ()
+
 
 def _matrices_in(params: PyTree) -> PyTree:
     return jax.tree.map(lambda parameter: parameter.ndim >= 2, params)
@@ -171,9 +201,15 @@ _LEAST = {
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
     "seed": 0,
+    "ema_start_step": 0,
+    "patience": 1,
+    "keep_best": 0,
 }
+_MAY_BE_NONE = ("patience",)
 _MOST = 2**63 - 1
 LOSS_SCALES = ("auto", "dynamic", "none")
+_MODES = ("min", "max")
+_EMA_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 _SEEDS = 2**32  # the seeds that grain takes
 
 
@@ -280,6 +316,8 @@ def _check_rows(recipe: Recipe, mesh: AnyMesh) -> None:
 def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
     """Yields the settings whose values are invalid alone."""
     for key, least in _LEAST.items():
+        if key in _MAY_BE_NONE and getattr(recipe, key) is None:
+            continue
         value = getattr(recipe, key)
         # `Integral` has NumPy's integers, too, and True, which is no number of steps.
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -295,6 +333,21 @@ def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
         yield _InvalidValue("loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto")
     if not _is_finite(recipe.learning_rate):
         yield _InvalidValue("learning_rate", "learning_rate must be a finite number, 0 or more.", 1e-3)
+    if recipe.monitor_mode not in _MODES:
+        yield _InvalidValue("monitor_mode", f"monitor_mode must be one of {', '.join(_MODES)}.", "min")
+    if not _is_finite(recipe.min_delta):
+        yield _InvalidValue("min_delta", "min_delta must be a finite number, 0 or more.", 0.0)
+    yield from _invalid_average(recipe)
+
+
+def _invalid_average(recipe: Recipe) -> Iterator[_InvalidValue]:
+    """Yields the settings of the average of the weights whose values are invalid."""
+    decay = recipe.ema_decay
+    if decay is not None and not (_is_finite(decay) and 0 < decay < 1):
+        yield _InvalidValue("ema_decay", "ema_decay must be above 0 and below 1; none for no average.", 0.999)
+    if recipe.ema_dtype not in _EMA_DTYPES:
+        names = ", ".join(str(dtype).lower() for dtype in _EMA_DTYPES)
+        yield _InvalidValue("ema_dtype", f"ema_dtype must be one of {names}.", "float32")
 
 
 def _conflicts(recipe: Recipe) -> Iterator[_InvalidValue]:

@@ -26,13 +26,15 @@ from jshard.api.loss_scale import loss_scale_of, scaled_value_and_grad
 from jshard.engine.weighted import WeightedMean, mean_of, mean_over
 from jshard.errors import AnnotationError
 from jshard.facts.devices import peak_of
+from jshard.plans.array_paths import paths_of
 from jshard.plans.buffers import apart, as_array, placed_apart
 from jshard.plans.call_checks import check_has_arrays
-from jshard.plans.memories import to_device
+from jshard.plans.memories import placed_like, to_device
 from jshard.plans.numeric import is_numeric
 from jshard.plans.padding import padding_kept
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
+from jshard.recipes.ema import WEIGHTS, Ema
 from jshard.recipes.model_file import LossFn, with_metrics
 
 Scalars = dict[str, jax.Array]
@@ -55,6 +57,7 @@ class TrainStep:
         batch: a batch as in later calls (`js.shard_batch`); only shapes and shardings are read.
         accumulate: number of microbatches of a batch; loss and metrics are the means over them, by their weights.
         learning_rate: the optimizer's schedule, for the record.
+        ema: an average of the model's weights, which the step updates after them; none by default.
         compiler_options: as from `js.compiler_options()`; none by default.
 
     Raises:
@@ -75,13 +78,14 @@ class TrainStep:
         *,
         accumulate: int = 1,
         learning_rate: optax.Schedule | None = None,
+        ema: Ema | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
-        # One graph of both, so that a variable that both hold is one argument of the program.
-        self._objects = (model, optimizer)
+        # One graph of all, so that a variable that two of them hold is one argument of the program.
+        self._objects = _state_objects(model, optimizer, ema)
         self.mesh = _mesh(model)
         self._graphdef, state = nnx.split(self._objects)
-        # The model is the first of the two, so its arrays are the first leaves: see `model_leaves`.
+        # The model is the first of these, so its arrays are the first leaves: see `model_leaves`.
         self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self.mesh))
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
         traced = _traced(
@@ -122,9 +126,32 @@ class TrainStep:
         return self._current()[1]
 
     @property
+    def ema(self) -> Ema | None:
+        """The average of the weights after the last step; None without one."""
+        return _ema_in(self._current())
+
+    @property
     def model_leaves(self) -> Sequence[jax.Array]:
         """The model's current arrays, in the order of its state; see `EvalStep`."""
         return self._leaves[: self._num_model_leaves]
+
+    @property
+    def averaged_leaves(self) -> Sequence[jax.Array]:
+        """`model_leaves`, with the averages in place of the weights; they have the dtype of the averages."""
+        return [self._leaves[position] for position in self._averaged_positions]
+
+    @functools.cached_property
+    def _averaged_positions(self) -> Sequence[int]:
+        """For each array of the model the position of its average, or its own, among the arrays of the state."""
+        paths = paths_of(jax.tree.unflatten(self._tree, self._leaves))
+        averages = {}
+        for position, (owner, *path) in enumerate(paths):
+            if owner == _EMA and path[0] == WEIGHTS:
+                averages[tuple(path[1:])] = position
+        positions = []
+        for position, (_, *path) in enumerate(paths[: self._num_model_leaves]):
+            positions.append(averages.get(tuple(path), position))
+        return positions
 
     def delete(self) -> None:
         """Frees its arrays; the step can no longer be called."""
@@ -141,27 +168,55 @@ class TrainStep:
         """Peak bytes per device of the compiled program: state, batch and temporaries."""
         return program_bytes(self._program)
 
-    def _current(self) -> tuple[nnx.Module, nnx.Optimizer]:
+    def _current(self) -> _StateObjects:
         # The program has kept the zeros of padding, so that nothing has to be cleared.
         with padding_kept():
             nnx.update(self._objects, jax.tree.unflatten(self._tree, self._leaves))
         return self._objects
 
 
+_StateObjects = tuple[Any, ...]
+"""Model and optimizer, and the average of the weights if there is one."""
+
+_EMA = "2"  # the number of the average among the objects, as text
+
+
+def _state_objects(model: nnx.Module, optimizer: nnx.Optimizer, ema: Ema | None) -> _StateObjects:
+    if ema is None:
+        return model, optimizer
+    return model, optimizer, ema
+
+
+def _ema_in(objects: _StateObjects) -> Ema | None:
+    return objects[2] if len(objects) > 2 else None
+
+
 def lower_step(
-    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, *, accumulate: int = 1
+    loss_fn: LossFn,
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    batch: PyTree,
+    *,
+    accumulate: int = 1,
+    ema: Ema | None = None,
 ) -> jax.stages.Lowered:
-    """Returns the program of a `TrainStep`, lowered but not compiled: model, optimizer and batch may be abstract."""
-    return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate).lower()
+    """Returns the program of a `TrainStep`, lowered but not compiled: the state and the batch may be abstract."""
+    return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate, ema=ema).lower()
 
 
 def trace_step(
-    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, *, accumulate: int = 1
+    loss_fn: LossFn,
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    batch: PyTree,
+    *,
+    accumulate: int = 1,
+    ema: Ema | None = None,
 ) -> jax.stages.Traced:
     """Returns the traced JAX program of `lower_step`, with the same arguments; its equations can be read."""
     mesh = _mesh(model)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    graphdef, state = nnx.split((model, optimizer))
+    graphdef, state = nnx.split(_state_objects(model, optimizer, ema))
     leaves, tree = jax.tree.flatten(jax.tree.map(as_array, state))
     placed = []
     for leaf in leaves:
@@ -185,7 +240,8 @@ def _traced(
     paths_before = _paths(jax.tree.unflatten(tree, leaves))
 
     def step(leaves: list[jax.Array], batch: PyTree) -> tuple[list[jax.Array], Scalars]:
-        model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+        objects: _StateObjects = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+        model, optimizer = objects[:2]
         rate: dict[str, jax.typing.ArrayLike] = {}
         if learning_rate is not None:  # of this step: the update counts on
             rate["learning_rate"] = learning_rate(optimizer.step[...])
@@ -196,8 +252,11 @@ def _traced(
         metrics = {name: mean(metric) for name, metric in metrics.items()}
         _update(optimizer, model, grads, loss)
         # After the update.
+        ema = _ema_in(objects)
+        if ema is not None:
+            ema.update(model, optimizer.step[...])
         params = nnx.state(model, optimizer.wrt)
-        state = nnx.state((model, optimizer))
+        state = nnx.state(objects)
         _check_unchanged(paths_before, _paths(state))
         scalars = {"loss": loss, "grad_norm": optax.tree.norm(to_device(grads)), **rate, **metrics}
         # The norm would copy parameters from host memory to the device at each step, for a number in the record.
@@ -249,6 +308,48 @@ def _check_unchanged(before: set[str], after: set[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class AveragedModel:
+    """The model of a step with the averages of its weights, with the model interface of a `TrainStep`.
+
+    Attributes:
+        step: was created with an `Ema`.
+
+    Raises:
+        AnnotationError: it was not.
+
+    Example:
+        >>> averaged = train.AveragedModel(step)
+        >>> train.evaluate(averaged, train.EvalStep(loss_fn, averaged, batch), loader.held_out(100))
+    """
+
+    step: TrainStep
+
+    def __post_init__(self) -> None:
+        if self.step.ema is None:
+            raise AnnotationError(
+                "The step keeps no average of the weights.",
+                where="AveragedModel(step)",
+                why="it was created without ema=.",
+                do="TrainStep(loss_fn, model, optimizer, batch, ema=js.train.Ema(model, decay=0.999))",
+            )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the step."""
+        return self.step.mesh
+
+    @property
+    def model(self) -> nnx.Module:
+        """The model of the step, whose weights `model_leaves` replace."""
+        return self.step.model
+
+    @property
+    def model_leaves(self) -> Sequence[jax.Array]:
+        """The current averages, and the model's other arrays, in the order of its state."""
+        return self.step.averaged_leaves
+
+
+@dataclasses.dataclass(frozen=True)
 class HeldModel:
     """A model that is not trained, with the model interface of a `TrainStep`."""
 
@@ -265,12 +366,17 @@ class HeldModel:
         return jax.tree.leaves(nnx.state(self.model))
 
 
+EvaluatedModel = TrainStep | AveragedModel | HeldModel
+"""What `evaluate` takes: a mesh, a model, and the arrays that it has now."""
+
+
 class EvalStep:
     """Loss and metrics without gradients, dropout off, statistics fixed: compiled once, for a `TrainStep`'s arrays.
 
     Args:
         loss_fn: `loss_fn(model, batch)`, as for the step.
-        step: the step whose model is evaluated, or a model that is not trained.
+        step: the step whose model is evaluated, or a model that is not trained. Its arrays may have other dtypes than
+            the weights, as averages have.
         batch: a batch as in later calls.
 
     Example:
@@ -278,12 +384,13 @@ class EvalStep:
         >>> scalars = evaluate(step.model_leaves, batch)
     """
 
-    def __init__(self, loss_fn: LossFn, step: TrainStep | HeldModel, batch: PyTree) -> None:
+    def __init__(self, loss_fn: LossFn, step: EvaluatedModel, batch: PyTree) -> None:
         graphdef, state = nnx.split(inference_view(step.model))
-        leaves, tree = jax.tree.flatten(state)
+        model_arrays, tree = jax.tree.flatten(state)
 
         def evaluate(leaves: Sequence[jax.Array], batch: PyTree) -> tuple[Scalars, dict[str, jax.Array | float]]:
-            model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+            stored = [_in_dtype_of(x, like) for x, like in zip(leaves, model_arrays, strict=True)]
+            model = nnx.merge(graphdef, jax.tree.unflatten(tree, stored))
             loss, metrics = with_metrics(loss_fn)(model, batch)
             values = {"loss": loss, **metrics}
             means = {}
@@ -296,6 +403,7 @@ class EvalStep:
 
         everywhere = NamedSharding(step.mesh, PartitionSpec())
         # Nothing is donated: the arrays are those of the step, which trains on with them.
+        leaves = list(step.model_leaves)
         self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
 
     def __call__(self, leaves: Sequence[jax.Array], batch: PyTree) -> Scalars:
@@ -305,6 +413,24 @@ class EvalStep:
     def with_weights(self, leaves: Sequence[jax.Array], batch: PyTree) -> tuple[Scalars, Scalars]:
         """Returns the same, and the weights of those that are a `js.WeightedMean`."""
         return self._program(list(leaves), batch)
+
+
+def metric_names(loss_fn: LossFn, model: nnx.Module, batch: PyTree) -> list[str]:
+    """Returns the names of the scalars of an evaluation, "loss" first; model and batch may be abstract."""
+    graphdef, state = nnx.split(inference_view(model))
+
+    def names_of(state: nnx.State, batch: PyTree) -> dict[str, jax.Array]:
+        _, metrics = with_metrics(loss_fn)(nnx.merge(graphdef, state), batch)
+        return {name: mean_of(metric) for name, metric in metrics.items()}
+
+    return ["loss", *jax.eval_shape(names_of, state, batch)]
+
+
+def _in_dtype_of(x: jax.Array, like: Any) -> jax.Array:
+    dtype = getattr(like, "dtype", x.dtype)  # a number of Python has none
+    if x.dtype == dtype:
+        return x
+    return placed_like(to_device(x).astype(dtype), like)
 
 
 def inference_view(model: M) -> M:
@@ -377,11 +503,13 @@ def _paths(state: nnx.State) -> set[str]:
     return {_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
+_OWNERS = {"0": "model", "1": "optimizer", _EMA: "ema"}  # in the order of `_state_objects`
+
+
 def _path(path: tuple) -> str:
-    """Returns a path in (model, optimizer) in readable form."""
+    """Returns a path in the objects of a state in readable form."""
     first, *rest = map(_key_text, path)
-    # The state is that of the pair (model, optimizer).
-    owner = "model" if first == "0" else "optimizer"
+    owner = _OWNERS[first]
     keys = [key for key in rest if key != "value"]
     return "/".join([owner, *keys])
 

@@ -3,8 +3,10 @@
     Recipe, ModelFile, load_model_file, Batch              what to train
     run_recipe, RunOptions                                 the whole run, with its record in a folder
     TrainStep, EvalStep                                    one compiled program each
-    fit, to_devices, evaluate, StopSignal                  the loop
+    Ema, AveragedModel                                     an average of the weights
+    fit, to_devices, evaluate, StopSignal, EarlyStopping   the loop, and its end
     EvaluationHook, CheckpointHook, PeriodicHook           what it does between steps
+    StepHook, EvaluatedHook, SavedHook                     your own code after a step, an evaluation or a save
     Tracker, Trackers, register_tracker, Progress, Meter   output and records
 
 Data are in `js.data`, float16's loss scale is `js.LossScale`, and the rest is in the modules of this package and of

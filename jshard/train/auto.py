@@ -30,6 +30,7 @@ from jshard.inspect.tables import FittedTable, add_row, made_table, show
 from jshard.plans.batch import shard_batch
 from jshard.plans.make_mesh import mesh as make_mesh
 from jshard.recipes.building import batch_like, create
+from jshard.recipes.ema import ema_of
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
@@ -225,14 +226,16 @@ def _step_times_s(
 ) -> list[float]:
     """Measures the seconds of some steps."""
     state = create(model_file, recipe, mesh)
+    model, _ = state
     step = TrainStep(
         model_file.loss_fn,
         *state,
         batch_like(data, recipe.batch_size, mesh),
         accumulate=recipe.accumulate,
+        ema=ema_of(recipe, model, model_file.wrt),
         compiler_options=compiler_options,
     )
-    del state  # the step owns the arrays, and reuses their memory
+    del model, state  # the step owns the arrays, and reuses their memory
     rows = local_rows(recipe.batch_size, mesh)
     batches = Loader(data=data, batch_size=recipe.batch_size, seed=recipe.seed, rows=rows).train(1)
     # The same batch for every step: its values do not change the time.

@@ -12,7 +12,7 @@ import jax
 from jshard._types import PyTree
 from jshard.data.loader import HeldOutBatches
 from jshard.launch import phases, set_phase
-from jshard.recipes.step import EvalStep, HeldModel, Scalars, TrainStep
+from jshard.recipes.step import EvalStep, EvaluatedModel, Scalars
 from jshard.train.device_batches import BATCHES_AHEAD, to_devices
 
 
@@ -23,7 +23,7 @@ class _BatchResult(NamedTuple):
     weights: Scalars
 
 
-def evaluate(step: TrainStep | HeldModel, eval_step: EvalStep, batches: Iterable[PyTree]) -> dict[str, float]:
+def evaluate(step: EvaluatedModel, eval_step: EvalStep, batches: Iterable[PyTree]) -> dict[str, float]:
     """Computes the mean "loss" and metrics over batches of one size, dropout off.
 
     Args:

@@ -1,15 +1,20 @@
-"""Hooks: what `fit` does between two steps, such as an evaluation or a checkpoint.
+"""Hooks: what a run does between two steps, such as an evaluation or a checkpoint, and code of the user's own.
 
 `fit` runs the hooks that are due in the order in which they are listed. List the evaluation before the checkpoint: a
 run that continues from that checkpoint then finds the evaluation in its record.
+
+A run that continues from a checkpoint does the steps after it again, and runs the hooks of these steps again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
+from jshard.checkpoint.buckets import Place
+from jshard.errors import ShardingError
 from jshard.launch import phases
 
 
@@ -58,11 +63,14 @@ class EvaluationHook(PeriodicHook):
 
     Attributes:
         run: returns scalars by name, with a "loss", as `evaluate` does.
+        until: receives the step and these scalars under the names of the record, and returns why the run ends now, or
+            None: see `EarlyStopping`. With several processes, the results of the first one count.
     """
 
     phase: ClassVar[str] = phases.EVALUATION
 
     run: Callable[[int], Mapping[str, float]]
+    until: Callable[[int, Mapping[str, float]], str | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +86,87 @@ class CheckpointHook(PeriodicHook):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepHook:
+    """Receives the scalars of every so many steps, while the next step is at work: the devices do not wait for it.
+
+    All processes call it.
+
+    Attributes:
+        run: receives the number of completed steps, and the scalars of the last of them as in the record.
+        every: the interval in steps.
+
+    Example:
+        >>> hook = StepHook(every=10, run=lambda step, scalars: print(step, scalars["loss"]))
+    """
+
+    run: Callable[[int, Mapping[str, float]], object]
+    every: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluatedHook:
+    """Receives the results of every evaluation, before the state is saved. All processes call it.
+
+    Attributes:
+        run: receives the number of completed steps, and the results under the names of the record, such as "val_loss".
+
+    Example:
+        >>> hook = EvaluatedHook(run=lambda step, scalars: print(step, scalars["val_loss"]))
+    """
+
+    run: Callable[[int, Mapping[str, float]], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedHook:
+    """Receives every checkpoint of a run when it is complete and on the disk.
+
+    It is called some steps after the save began, and in the first process only: the processes learn of it at different
+    times. The next save waits for it. Of two checkpoints that are complete since the last call, it receives the newer.
+
+    Attributes:
+        run: receives the step of the checkpoint, and its folder, or its address in a bucket.
+
+    Example:
+        >>> hook = SavedHook(run=lambda step, folder: shutil.copytree(folder, f"/backup/{step}"))
+    """
+
+    run: Callable[[int, Place], object]
+
+
+UserHook = PeriodicHook | StepHook | EvaluatedHook | SavedHook
+"""What a recipe may list."""
+
+
+@contextlib.contextmanager
+def named(hook: UserHook, step: int) -> Iterator[None]:
+    """Adds a note with the hook to an error of its action, if that is the user's."""
+    try:
+        yield
+    except Exception as error:
+        module = getattr(hook.run, "__module__", None) or ""
+        if not module.startswith("jshard."):
+            error.add_note(f"raised in a {type(hook).__name__} after step {step}: {_name_of(hook.run)}")
+        raise
+
+
+def _name_of(run: Callable[..., object]) -> str:
+    """Returns the name of a function, and where it is if it has no name of its own."""
+    name = getattr(run, "__qualname__", type(run).__qualname__)
+    code = getattr(run, "__code__", None)
+    if code is None:
+        return name
+    return f"{name}, {code.co_filename}, line {code.co_firstlineno}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BestCheckpointHook(PeriodicHook):
+    """Saves the state after an evaluation if that was one of the best."""
+
+    phase: ClassVar[str] = phases.SAVE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryCopyHook(PeriodicHook):
     """Copies the state to memory. Does not run after the last step, as no step follows that could be lost."""
 
@@ -88,6 +177,13 @@ class MemoryCopyHook(PeriodicHook):
         """Returns whether it runs after this step."""
         # The base class runs after the last step in any case.
         return step < last and super().is_due(step, last)
+
+
+def at_early_end(hooks: Sequence[PeriodicHook], done: Sequence[PeriodicHook], step: int) -> list[PeriodicHook]:
+    """Returns the hooks to run after a step that has become the last one, except those that have run."""
+    # By identity: two hooks may be equal.
+    done_ids = {id(hook) for hook in done}
+    return [hook for hook in hooks if id(hook) not in done_ids and hook.is_due(step, step)]
 
 
 def at_stop(hooks: Sequence[PeriodicHook], due: Sequence[PeriodicHook]) -> list[PeriodicHook]:
@@ -101,3 +197,53 @@ def at_stop(hooks: Sequence[PeriodicHook], due: Sequence[PeriodicHook]) -> list[
     urgent = [hook for hook in hooks if hook.runs_at_stop]
     others = [hook for hook in due if not hook.runs_at_stop and not hook.is_part_of_step]
     return urgent + others
+
+
+class HookLists(NamedTuple):
+    """Hooks by the points at which they run."""
+
+    periodic: list[PeriodicHook]
+    step: list[StepHook]
+    evaluated: list[EvaluatedHook]
+    saved: list[SavedHook]
+
+
+def by_point(hooks: Sequence[UserHook], *, where: str) -> HookLists:
+    """Returns hooks by the points at which they run, each in its order; raises for anything else.
+
+    Args:
+        hooks: of all kinds.
+        where: they were listed.
+    """
+    lists = HookLists([], [], [], [])
+    for hook in hooks:
+        if isinstance(hook, PeriodicHook):
+            lists.periodic.append(hook)
+        elif isinstance(hook, StepHook):
+            lists.step.append(hook)
+        elif isinstance(hook, EvaluatedHook):
+            lists.evaluated.append(hook)
+        elif isinstance(hook, SavedHook):
+            lists.saved.append(hook)
+        else:
+            raise ShardingError(
+                "This is no hook.",
+                where=f"{where}: {hook!r}",
+                why="hooks are a StepHook, an EvaluatedHook, a SavedHook, or a PeriodicHook.",
+                do="js.train.StepHook(every=10, run=lambda step, scalars: print(step, scalars))",
+            )
+    return lists
+
+
+def hooks_of_recipe(hooks: Sequence[UserHook], *, where: str) -> HookLists:
+    """Returns the hooks that a recipe lists by point; raises for a kind that every run has by itself."""
+    lists = by_point(hooks, where=where)
+    for hook in lists.periodic:
+        if isinstance(hook, EvaluationHook | CheckpointHook):
+            raise ShardingError(
+                "A run has its own evaluations and checkpoints.",
+                where=f"{where}: {type(hook).__name__}",
+                why="eval_every and checkpoint_every say when; another one would mix its results with theirs.",
+                do="js.train.EvaluatedHook(run=...), js.train.SavedHook(run=...)  # run after those",
+            )
+    return lists

@@ -18,12 +18,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
+from jshard._processes import exchange
 from jshard._types import PyTree
-from jshard.errors import RunError
+from jshard.errors import RunError, ShardingError
 from jshard.launch import StopSignal, note, phases, set_phase, step_done
 from jshard.recipes.step import Scalars, TrainStep
 from jshard.train.device_batches import to_devices
-from jshard.train.hooks import EvaluationHook, PeriodicHook, at_stop
+from jshard.train.hooks import (
+    EvaluatedHook,
+    EvaluationHook,
+    PeriodicHook,
+    StepHook,
+    at_early_end,
+    at_stop,
+    by_point,
+    named,
+)
 from jshard.train.progress import Meter, StepProfile
 from jshard.train.records import Tracker
 from jshard.train.stop_consensus import StopConsensus
@@ -40,11 +50,13 @@ class Fitted:
         step: the last completed step.
         val_loss: that of the last evaluation; None without one.
         stopped_by: the signal that ended the run early.
+        stopped_early: why an evaluation ended the run, see `EarlyStopping`.
     """
 
     step: int
     val_loss: float | None = None
     stopped_by: signal.Signals | None = None
+    stopped_early: str | None = None
 
 
 def fit(
@@ -53,14 +65,14 @@ def fit(
     *,
     num_steps: int,
     start_step: int = 0,
-    hooks: Sequence[PeriodicHook] = (),
+    hooks: Sequence[PeriodicHook | StepHook | EvaluatedHook] = (),
     tracker: Tracker | None = None,
     meter: Meter | None = None,
     stop: StopSignal | None = None,
     profile: StepProfile | None = None,
     first_loss: FirstLoss | None = None,
 ) -> Fitted:
-    """Trains until `num_steps` steps are done or a stop is requested.
+    """Trains until `num_steps` steps are done, an evaluation ends the run, or a stop is requested.
 
     Args:
         step: the compiled step, which holds the state.
@@ -68,7 +80,8 @@ def fit(
         num_steps: steps of the whole run, including those before `start_step`.
         start_step: steps done before, by the run that this one continues.
         hooks: what to do between steps, in this order: an `EvaluationHook`, a `CheckpointHook`, a `PeriodicHook` for
-            anything else.
+            anything else; a `StepHook` after a step, an `EvaluatedHook` after an evaluation. An error in one ends the
+            run, with a note that names it.
         tracker: receives the scalars of every step and evaluation. None records nothing, as in all processes
             but the first.
         meter: measures; its figures are added to the scalars.
@@ -89,11 +102,16 @@ def fit(
         ... ]
         >>> fit(step, loader.train(1000), num_steps=1000, hooks=hooks)
     """
+    lists = by_point(hooks, where="fit(hooks=...)")
+    if lists.saved:
+        raise _no_series()
     loop = _Loop(
         step=step,
         num_steps=num_steps,
         start_step=start_step,
-        hooks=hooks,
+        hooks=lists.periodic,
+        step_hooks=lists.step,
+        evaluated_hooks=lists.evaluated,
         tracker=tracker,
         meter=meter or Meter(),
         stop=stop or StopSignal(),
@@ -129,6 +147,7 @@ class _Loop:
     Attributes:
         in_flight: the oldest first.
         stopped_by: the signal that ends the run, once the processes have agreed on it.
+        stopped_early: why an evaluation ends the run.
         val_loss: that of the last evaluation.
         saved_step: the step of the last save.
         is_updated: whether a step had a finite loss and finite gradients.
@@ -138,6 +157,8 @@ class _Loop:
     num_steps: int
     start_step: int
     hooks: Sequence[PeriodicHook]
+    step_hooks: Sequence[StepHook]
+    evaluated_hooks: Sequence[EvaluatedHook]
     tracker: Tracker | None
     meter: Meter
     stop: StopSignal
@@ -146,6 +167,7 @@ class _Loop:
     consensus: StopConsensus
     in_flight: collections.deque[_StepInFlight] = dataclasses.field(default_factory=collections.deque)
     stopped_by: signal.Signals | None = None
+    stopped_early: str | None = None
     val_loss: float | None = None
     saved_step: int = 0
     is_updated: bool = False
@@ -162,7 +184,7 @@ class _Loop:
     def _train(self, batches: Iterator[PyTree]) -> Fitted:
         done = self.start_step
         self.saved_step = done
-        while done < self.num_steps and self.stopped_by is None:
+        while done < self.num_steps and self.stopped_by is None and self.stopped_early is None:
             set_phase(phases.DATA)
             with self.consensus.waiting("data"):
                 batch = self._next_batch(batches, done)
@@ -184,7 +206,7 @@ class _Loop:
         self._read_scalars(until_in_flight=0)
         if self.stopped_by is None:  # requested during the last evaluation or save: there may be no time for more
             self._agree_to_stop(done, is_idle=True)
-        return Fitted(done, self.val_loss, self.stopped_by)
+        return Fitted(done, self.val_loss, self.stopped_by, self.stopped_early)
 
     def _next_batch(self, batches: Iterator[PyTree], done: int) -> PyTree:
         """Returns the next batch; None after the last one."""
@@ -237,6 +259,10 @@ class _Loop:
             # Before the check: the record of a run that ends with a NaN has the line with it.
             self._track(oldest.number, scalars)
             self._check_finite(oldest, scalars)
+            for hook in self.step_hooks:
+                if oldest.number % hook.every == 0:
+                    with named(hook, oldest.number):
+                        hook.run(oldest.number, scalars)
 
     def _track(self, step: int, scalars: Mapping[str, float]) -> None:
         if self.tracker is not None:
@@ -256,6 +282,10 @@ class _Loop:
         self._read_scalars(until_in_flight=0)
         for hook in due:
             self._run_hook(hook, step)
+        if self.stopped_early is not None and self.stopped_by is None:
+            # The step has become the last one.
+            for hook in at_early_end(self.hooks, due, step):
+                self._run_hook(hook, step)
         if any(not hook.is_part_of_step for hook in due):
             self.meter.pause()
 
@@ -274,12 +304,20 @@ class _Loop:
             self._while_idle(profile.end)
 
     def _run_hook(self, hook: PeriodicHook, step: int) -> None:
+        with named(hook, step):
+            self._run_unnamed(hook, step)
+
+    def _run_unnamed(self, hook: PeriodicHook, step: int) -> None:
         set_phase(hook.phase)
         if isinstance(hook, EvaluationHook):
             scalars = {f"val_{name}": float(value) for name, value in hook.run(step).items()}
             self.val_loss = scalars["val_loss"]
             set_phase(phases.OTHER)  # a tracker may take long, and that is no evaluation
             self._track(step, scalars)
+            self._end_after(hook, step, scalars)
+            for evaluated_hook in self.evaluated_hooks:
+                with named(evaluated_hook, step):
+                    evaluated_hook.run(step, scalars)
             return
         if hook.phase == phases.SAVE:
             with self.consensus.waiting("save"):
@@ -289,6 +327,18 @@ class _Loop:
         set_phase(phases.OTHER)
         if hook.runs_at_stop:
             self.saved_step = step
+
+    def _end_after(self, hook: EvaluationHook, step: int, scalars: Mapping[str, float]) -> None:
+        """Asks a hook whether the run ends after its evaluation."""
+        if hook.until is None:
+            return
+        # Of one process: a hook of the user may evaluate other samples in each, and all must decide the same.
+        if not self.consensus.alone:
+            scalars = exchange("results of the evaluation", dict(scalars))[0]
+        reason = hook.until(step, scalars)
+        # Another evaluation of the same step may have ended the run.
+        if reason is not None:
+            self.stopped_early = reason
 
     def _check_finite(self, step: _StepInFlight, scalars: Mapping[str, float]) -> None:
         """Raises an error if the step has spoiled the parameters, or would have."""
@@ -301,6 +351,15 @@ class _Loop:
         if self.is_updated:
             raise _diverged(step.number, not_finite)
         raise self.first_loss(step.number, step.batch, not_finite)
+
+
+def _no_series() -> ShardingError:
+    return ShardingError(
+        "A loop of your own does not know when a checkpoint is complete.",
+        where="fit(hooks=[SavedHook(...)])",
+        why="it is your CheckpointHook that saves; only a run of a recipe has a series of checkpoints of its own.",
+        do="CheckpointHook(every=100, run=save, check=look)  # look is called after every step",
+    )
 
 
 def unexplained(step: int, batch: PyTree, not_finite: Mapping[str, float]) -> RunError:

@@ -286,7 +286,11 @@ class _LossCurve(NamedTuple):
     style: str
 
 
-_CURVES = (_LossCurve("loss", "training", "-"), _LossCurve("val_loss", "validation", "o-"))
+_CURVES = (
+    _LossCurve("loss", "training", "-"),
+    _LossCurve("val_loss", "validation", "o-"),
+    _LossCurve("val_ema_loss", "validation of the average", "s-"),
+)
 
 
 def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jshard._paths import expanded
@@ -18,14 +19,15 @@ from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
 from jshard.errors import ShardingError
 from jshard.launch import StopSignal
-from jshard.recipes.building import abstract_state, batch_like, check_source
+from jshard.recipes.building import abstract_model, abstract_state, batch_like, check_source
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.step import EvalStep, HeldModel
+from jshard.recipes.step import EvalStep, HeldModel, metric_names
 from jshard.train import trackers
 from jshard.train.compile_cache import keep_programs
 from jshard.train.evaluation import evaluate
 from jshard.train.memory_copies import MemoryCopies
+from jshard.train.monitoring import monitor_of
 from jshard.train.progress import check_profile
 from jshard.train.records import Tracker
 from jshard.train.run_checkpoints import RunCheckpoints
@@ -64,6 +66,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
     loader = _loader(options.data, recipe, recipe.batch_size, options.mesh, options.workers)
     # Of the size of a microbatch, for which the step has memory.
     eval_loader = _loader(options.data, recipe, recipe.batch_size // recipe.accumulate, options.mesh)
+    _check_monitor(model_file, recipe, options, eval_loader.batch_size)
     _check_initial_parameters(model_file, recipe, options)
     # Before the folder is opened: it refuses a machine without room for the copies.
     copies = None
@@ -71,6 +74,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
         state = abstract_state(model_file, recipe, options.mesh)
         copies = MemoryCopies(options.keep_in_memory, state, options.say)
     _say_if_only_warmup(recipe, options.say)
+    _say_if_average_is_coarse(recipe, options.say)
     record = RunRecord.of(
         recipe,
         name=options.name,
@@ -121,6 +125,16 @@ def _check_request(recipe: Recipe, options: RunOptions) -> None:
         options.expect.check_request(recipe, options.mesh)
 
 
+def _check_monitor(model_file: ModelFile, recipe: Recipe, options: RunOptions, batch_size: int) -> None:
+    """Refuses a metric that no evaluation returns."""
+    if recipe.monitor == Recipe.monitor:  # every evaluation has a loss
+        return
+    model = abstract_model(model_file, recipe, options.mesh)
+    names = metric_names(model_file.loss_fn, model, batch_like(options.data, batch_size, options.mesh))
+    prefixes = ["val_"] if recipe.ema_decay is None else ["val_", "val_ema_"]
+    monitor_of(recipe).check([f"{prefix}{name}" for prefix in prefixes for name in names])
+
+
 def _check_initial_parameters(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> None:
     """Refuses initial parameters that do not fit, unless the run continues from its own checkpoints."""
     series = place_of(options.command_options.get("checkpoints") or Path(options.out) / OF_A_RUN)
@@ -139,6 +153,18 @@ def _say_if_only_warmup(recipe: Recipe, say: Callable[[str], object]) -> None:
     advice = f"--set warmup_steps={recipe.num_steps // 10} leaves room for the cosine"
     steps = counted(recipe.num_steps, "step")
     say(f"warmup_steps={recipe.warmup_steps}: the learning rate rises over all {steps}; {advice}.")
+
+
+def _say_if_average_is_coarse(recipe: Recipe, say: Callable[[str], object]) -> None:
+    """Says that the dtype of the average rounds away most updates."""
+    if recipe.ema_decay is None or recipe.ema_dtype is None:
+        return
+    share = 1 - recipe.ema_decay
+    # The distance from 1 to the next number: of a smaller share of a difference nothing may remain.
+    resolution = float(jnp.finfo(recipe.ema_dtype).eps)
+    if share < resolution:
+        dtype = recipe.ema_dtype
+        say(f"ema_dtype={dtype} rounds to {resolution:g}, and an update is {share:g} of the difference: most are lost.")
 
 
 def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: int = 0) -> Loader:

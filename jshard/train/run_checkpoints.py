@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from flax import nnx
 
 from jshard import launch
 from jshard._live import at_work
-from jshard.checkpoint import Checkpointer, CheckpointError
+from jshard.checkpoint import Checkpointer, CheckpointError, Keep
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import DamagedError
-from jshard.recipes.building import create, create_from, new_model, restore
+from jshard.recipes.building import RunState, create, create_from, has_average, new_model, restore
+from jshard.recipes.ema import ema_of
 from jshard.recipes.hf_config import config_file
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import TrainStep
-from jshard.train.hooks import MemoryCopyHook
+from jshard.train.hooks import MemoryCopyHook, SavedHook, named
 from jshard.train.memory_copies import MemoryCopies
 from jshard.train.records import keep_on_disk
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_options import RunOptions
-
-
-class RunState(NamedTuple):
-    """The state of a run after so many steps."""
-
-    model: nnx.Module
-    optimizer: nnx.Optimizer
-    step: int
 
 
 class RunCheckpoints:
@@ -62,8 +55,16 @@ class RunCheckpoints:
         self._options = options
         self._folder = folder
         self._copies = copies
-        self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
-        self._val_losses: dict[int, float] = {}  # the last one, by step
+        keep = Keep(
+            last=recipe.keep_checkpoints,
+            best=recipe.keep_best,
+            metric=recipe.monitor,
+            higher_is_better=recipe.monitor_mode == "max",
+        )
+        self._series = Checkpointer(folder.checkpoints, keep=keep)
+        self._metrics: dict[int, Mapping[str, float]] = {}  # of the last evaluation, by step
+        self._saved_step: int | None = None
+        self._saved_hooks: Sequence[SavedHook] = ()
         self._newest: Place | None = None  # known without reading the disk, which may hang
         self._is_from_memory = False
         self.is_begun = False
@@ -89,6 +90,8 @@ class RunCheckpoints:
     def state(self, init_from: Path | None) -> RunState:
         """Returns the state of the newest checkpoint or copy in memory; a new one if there is none.
 
+        It has an average of the weights if the recipe asks for one.
+
         Args:
             init_from: the checkpoint with the initial parameters of a new run; see `create_from`.
         """
@@ -106,16 +109,16 @@ class RunCheckpoints:
             self._series.set_aside_newer(copy.step)
             self._options.say(f"resumed from the copy in memory of step {copy.step}; the newest checkpoint: {latest}")
             launch.note(step=copy.step)
-            return copy
+            return self._with_average(copy)
         if latest is None:
             self._series.set_aside_newer(-1)  # a partial copy would hinder a save
-            return RunState(*self._new(init_from), 0)
-        return self._restored(latest, init_from)
+            return self._with_average(RunState(*self._new(init_from), 0))
+        return self._with_average(self._restored(latest, init_from))
 
     def _restored(self, latest: int, init_from: Path | None) -> RunState:
         """Restores the newest sound checkpoint; a damaged one is passed over."""
         try:
-            state = RunState(*restore(self._model_file, self._recipe, self._options.mesh, self._series, latest))
+            state = restore(self._model_file, self._recipe, self._options.mesh, self._series, latest)
         except CheckpointError as error:
             # Neither a damaged file, nor one that this process does not see, is the fault of the model file.
             if isinstance(error, DamagedError) or latest not in self._series.steps():
@@ -132,6 +135,8 @@ class RunCheckpoints:
         # The steps after a damaged checkpoint are done again, and its place is needed for the new save.
         self._series.set_aside_newer(state.step)
         self._options.say(f"resumed from {path}")
+        if self._recipe.ema_decay is None and has_average(path):
+            self._options.say("the average of the weights ends here: ema_decay is none; older checkpoints have it")
         launch.note(step=state.step, checkpoint=str(path))
         self._newest = path
         return state
@@ -145,27 +150,32 @@ class RunCheckpoints:
             if copy is not None:
                 return copy.model, f"as in the copy in memory of step {start_step}"
         if start_step:
-            model, _, _ = restore(model_file, recipe, mesh, self._series, start_step)
-            return model, f"as in {self._path(start_step)}"
+            state = restore(model_file, recipe, mesh, self._series, start_step)
+            return state.model, f"as in {self._path(start_step)}"
         if init_from is not None:
             model, _ = create_from(model_file, recipe, mesh, init_from, extra=self._options.extra)
             return model, f"as in {init_from}"
         return new_model(model_file, recipe, mesh), f"as initialised by {model_file.path}"
 
-    def record_val_loss(self, done: int, val_loss: float) -> None:
-        """Records the validation loss of the state after a step, for a save of that step."""
-        self._val_losses = {done: val_loss}  # only the last: a save of a later step has none
+    def call_when_saved(self, hooks: Sequence[SavedHook]) -> None:
+        """Calls these hooks for every checkpoint that is complete from now on, in the first process."""
+        if self._folder.is_primary:
+            self._saved_hooks = hooks
+
+    def record_metrics(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Records the results of the evaluation after a step, for a save of that step."""
+        self._metrics = {done: metrics}  # only the last: a save of a later step has none
 
     def save(self, step: TrainStep, done: int) -> None:
-        """Starts to save the state of a step, in the background."""
+        """Starts to save the state of a step, in the background, unless that was done."""
+        if done == self._saved_step:
+            return
+        self._saved_step = done
         if self._folder.is_primary:
             keep_on_disk(self._folder.metrics)  # the record of a checkpoint must survive a power cut, too
-        metrics = None
-        if done in self._val_losses:
-            metrics = {"val_loss": self._val_losses[done]}
         state = _named_state(step, done)
         self.wait()  # for the previous one: a series writes one checkpoint at a time
-        self._series.save_async(done, state, metrics=metrics)
+        self._series.save_async(done, state, metrics=self._metrics.get(done))
         self._report_newest()
 
     def memory_copy_hook(self, step: TrainStep) -> MemoryCopyHook | None:
@@ -219,7 +229,15 @@ class RunCheckpoints:
         self._is_from_memory = state is not None
         if state is None:
             return None
-        return RunState(state["model"], state["optimizer"], int(state["step"]))
+        return RunState.of(state)
+
+    def _with_average(self, state: RunState) -> RunState:
+        """Returns the state with an average of the weights, which begins now if the run had none, and says so."""
+        if state.ema is not None or self._recipe.ema_decay is None:
+            return state
+        if state.step:
+            self._options.say(f"the average of the weights begins after step {state.step}, with those of that step")
+        return state._replace(ema=ema_of(self._recipe, state.model, self._model_file.wrt))
 
     def _new(self, init_from: Path | None) -> tuple[nnx.Module, nnx.Optimizer]:
         """Creates the state of a new run."""
@@ -251,8 +269,11 @@ class RunCheckpoints:
         if done is not None and self._path(done) != self._newest:
             self._newest = self._path(done)
             launch.note(checkpoint=str(self._newest))
+            for hook in self._saved_hooks:
+                with named(hook, done):
+                    hook.run(done, self._newest)
 
 
 def _named_state(step: TrainStep, done: int) -> dict[str, object]:
     """Returns the state as it is stored."""
-    return {"model": step.model, "optimizer": step.optimizer, "step": done}
+    return RunState(step.model, step.optimizer, done, step.ema).named()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jshard._types import Json
 from jshard.data import Data
 from jshard.errors import ShardingError
-from jshard.recipes.recipe import tree
+from jshard.recipes.recipe import Recipe, tree
 from jshard.train.run_json import StoredData, StoredRecord
 from jshard.train.trust import SEAL, sealed
 
@@ -87,7 +87,7 @@ class RunRecord:
         Raises:
             ShardingError: the model, the samples or the seed differ; one error lists all.
         """
-        settings = list(differences(stored["recipe"], self.recipe))
+        settings = [setting for setting in differences(stored["recipe"], self.recipe) if not _is_new_default(setting)]
         self._check_fixed([setting for setting in settings if setting.is_fixed], stored["data"], where)
         # Others may change, such as the learning rate or the batch size; the run says so.
         changes = [setting for setting in settings if not setting.is_fixed]
@@ -143,6 +143,14 @@ def differences(stored: object, current: object, path: str = "") -> Iterator[Cha
             yield from differences(stored.get(key, NOTHING), current.get(key, NOTHING), key_path)
     elif stored != current or isinstance(stored, bool) != isinstance(current, bool):  # True == 1 in Python
         yield ChangedSetting(path, stored, current)
+
+
+def _is_new_default(setting: ChangedSetting) -> bool:
+    """Returns whether an earlier version did not have a setting, which has its default now: nothing has changed."""
+    if setting.stored is not NOTHING:
+        return False
+    defaults = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    return setting.key in defaults and tree(defaults[setting.key]) == setting.current
 
 
 def _text(value: object) -> str:

@@ -16,6 +16,7 @@ from flax import nnx
 from jshard import launch
 from jshard._files import write_text
 from jshard._live import Work, at_work
+from jshard._processes import exchange
 from jshard._text import counted
 from jshard._types import PyTree
 from jshard.api.loss_scale import loss_scale_of
@@ -26,16 +27,25 @@ from jshard.errors import FourPartError, RunError
 from jshard.inspect.audit import audit
 from jshard.launch import StopSignal, phases
 from jshard.plans.plan import plan
-from jshard.recipes.building import batch_like
+from jshard.recipes.building import RunState, batch_like
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
-from jshard.recipes.step import EvalStep, Mfu, TrainStep, device_peak, peak_bytes, used_bytes
+from jshard.recipes.step import AveragedModel, EvalStep, Mfu, TrainStep, device_peak, peak_bytes, used_bytes
 from jshard.train.evaluation import evaluate
 from jshard.train.first_loss import explained
-from jshard.train.hooks import CheckpointHook, EvaluationHook, PeriodicHook
+from jshard.train.hooks import (
+    BestCheckpointHook,
+    CheckpointHook,
+    EvaluatedHook,
+    EvaluationHook,
+    PeriodicHook,
+    StepHook,
+    hooks_of_recipe,
+)
 from jshard.train.loop import Fitted, fit
+from jshard.train.monitoring import EarlyStopping, Evaluated, history_in, monitor_of
 from jshard.train.progress import Meter, Progress, StepProfile, left_to_profile
-from jshard.train.records import Jsonl, Tracker, Trackers, plot_loss
+from jshard.train.records import Jsonl, Tracker, Trackers, iterate_metrics, plot_loss
 from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_options import RunOptions
@@ -87,7 +97,11 @@ class TrainingRun:
                 sample = self._sample(model, fitted)
                 finished = self._finish(sample, fitted)
             # Also a stop is on request: the time until the next start is a pause.
-            cause = "done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}"
+            cause = "done"
+            if fitted.stopped_by is not None:
+                cause = f"stopped by {fitted.stopped_by.name}"
+            elif fitted.stopped_early is not None:
+                cause = f"stopped early: {fitted.stopped_early}"
             self.folder.ended(cause, on_request=True)
             self._say_attempts()
             return finished
@@ -103,39 +117,47 @@ class TrainingRun:
 
     def _train(self, loader: Loader, eval_loader: Loader) -> tuple[nnx.Module, Fitted]:
         """Restores or creates the state, and does the steps that are left; returns the model after the last one."""
-        model, optimizer, start_step = self.checkpoints.state(self.options.init_from)
-        self._say_loss_scale(optimizer)
+        state = self.checkpoints.state(self.options.init_from)
+        start_step = state.step
+        self._say_loss_scale(state.optimizer)
         # Nothing is compiled, and no start is recorded.
         if start_step >= self.recipe.num_steps:
             self._say_nothing_is_left(start_step)
-            return model, Fitted(start_step)
+            return state.model, Fitted(start_step)
+        early_stopping = self._early_stopping(start_step)
+        reason = early_stopping.reason()
+        if reason is not None:
+            advice = "--set patience=none continues it"
+            self.options.say(f"nothing is left to train after step {start_step}: {reason}; {advice}.")
+            return state.model, Fitted(start_step, stopped_early=reason)
         # Before the step is compiled, which takes long: a service may refuse the run.
         trackers = self._open_trackers(start_step)
         with contextlib.ExitStack() as on_failure:
             for tracker in trackers:
                 on_failure.callback(tracker.close)
-            step = self._compiled_step(model, optimizer, start_step)
+            step = self._compiled_step(state)
             on_failure.pop_all()
         # The step owns their arrays, and reuses the memory for its results.
-        del model, optimizer
-        fitted = self._fit(step, start_step, loader, eval_loader, trackers)
+        del state
+        fitted = self._fit(step, start_step, loader, eval_loader, trackers, early_stopping)
         return step.model, fitted
 
-    def _compiled_step(self, model: nnx.Module, optimizer: nnx.Optimizer, start_step: int) -> TrainStep:
+    def _compiled_step(self, state: RunState) -> TrainStep:
         """Compiles the step, and compares it with the plan that is expected of it."""
         # Now, with all checks passed: a request that was refused leaves no start in the record.
-        self.folder.started(step=start_step, mesh=self.options.mesh)
+        self.folder.started(step=state.step, mesh=self.options.mesh)
         self._say_attempts()
         self.checkpoints.is_begun = True
         batch = batch_like(self.options.data, self.recipe.batch_size, self.options.mesh)
         with self._at_work("compiling the step"):
             step = TrainStep(
                 self.model_file.loss_fn,
-                model,
-                optimizer,
+                state.model,
+                state.optimizer,
                 batch,
                 accumulate=self.recipe.accumulate,
                 learning_rate=self.recipe.recorded_rate,
+                ema=state.ema,
                 compiler_options=self.options.compiler_options,
             )
         if self.options.expect is not None:
@@ -151,12 +173,13 @@ class TrainingRun:
         loader: Loader,
         eval_loader: Loader,
         trackers: Sequence[Tracker],
+        early_stopping: EarlyStopping,
     ) -> Fitted:
         """Runs the loop, with evaluations and checkpoints."""
         eval_batch = batch_like(self.options.data, eval_loader.batch_size, self.options.mesh)
         # Before the first step: a fault in it ends the run now, and not after hours.
         with self._at_work("compiling the evaluation"):
-            eval_step = EvalStep(self.model_file.loss_fn, step, eval_batch)
+            evaluations = self._evaluations(step, eval_batch)
         tracker, print_line = self._open_record(step, start_step, trackers)
         start_sample = self.folder.samples_before(start_step)
         profile = self._profile(step, start_step, print_line)
@@ -170,7 +193,7 @@ class TrainingRun:
                     batches,
                     num_steps=self.recipe.num_steps,
                     start_step=start_step,
-                    hooks=self._hooks(step, eval_step, eval_loader),
+                    hooks=self._hooks(step, evaluations, eval_loader, early_stopping),
                     tracker=tracker,
                     meter=self._meter(step, start_step, start_sample),
                     stop=self.stop,
@@ -188,7 +211,36 @@ class TrainingRun:
             if tracker is not None:
                 tracker.close_needed()  # ends the progress line: what follows is printed below it
 
-    def _hooks(self, step: TrainStep, eval_step: EvalStep, eval_loader: Loader) -> list[PeriodicHook]:
+    def _evaluations(self, step: TrainStep, batch: PyTree) -> list[_Evaluation]:
+        """Compiles the evaluations of the weights and, if the run has one, of their average."""
+        eval_step = EvalStep(self.model_file.loss_fn, step, batch)
+        evaluations = [_Evaluation("", step, eval_step)]
+        if step.ema is not None:
+            averaged = AveragedModel(step)
+            if _dtypes(averaged) != _dtypes(step):  # else the same program takes the averages
+                eval_step = EvalStep(self.model_file.loss_fn, averaged, batch)
+            evaluations.append(_Evaluation("ema_", averaged, eval_step))
+        return evaluations
+
+    def _early_stopping(self, start_step: int) -> EarlyStopping:
+        """Returns what ends the run early, with the evaluations up to a step, which one process reads for all."""
+        monitor = monitor_of(self.recipe)
+        history: list[Evaluated] = []
+        is_recorded = self.folder.is_primary and start_step > 0 and self.folder.metrics.exists()
+        if is_recorded:
+            history = history_in(iterate_metrics(self.folder.metrics), monitor.metric, until_step=start_step)
+        # Every process evaluates, and all must end after the same evaluation.
+        agreed_history = exchange("evaluations so far", history)[0]
+        evaluated = [Evaluated(*each) for each in agreed_history]
+        return EarlyStopping(monitor, patience=self.recipe.patience, history=evaluated)
+
+    def _hooks(
+        self,
+        step: TrainStep,
+        evaluations: Sequence[_Evaluation],
+        eval_loader: Loader,
+        early_stopping: EarlyStopping,
+    ) -> list[PeriodicHook | StepHook | EvaluatedHook]:
         """Returns what is done between steps, in this order.
 
         The evaluation is first: a run that continues from a copy or a checkpoint finds its result in the record.
@@ -196,17 +248,35 @@ class TrainingRun:
         recipe = self.recipe
 
         def run_evaluation(done: int) -> dict[str, float]:
-            scalars = evaluate(step, eval_step, eval_loader.held_out(recipe.eval_sequences))
-            self.checkpoints.record_val_loss(done, scalars["loss"])
+            scalars: dict[str, float] = {}
+            for evaluation in evaluations:
+                batches = eval_loader.held_out(recipe.eval_sequences)
+                means = evaluate(evaluation.model, evaluation.eval_step, batches)
+                scalars |= {f"{evaluation.prefix}{name}": value for name, value in means.items()}
+            self.checkpoints.record_metrics(done, {f"val_{name}": value for name, value in scalars.items()})
             return scalars
 
         def save(done: int) -> None:
             self.checkpoints.save(step, done)
 
-        hooks: list[PeriodicHook] = [EvaluationHook(every=recipe.eval_every, run=run_evaluation)]
+        def save_if_best(done: int) -> None:
+            if early_stopping.monitor.is_among_best(early_stopping.history, recipe.keep_best):
+                save(done)
+
+        recipe_hooks = hooks_of_recipe(recipe.hooks(step), where=f"{type(recipe).__name__}.hooks")
+        self.checkpoints.call_when_saved(recipe_hooks.saved)
+        # Several processes agree on every value that it receives, which takes a moment.
+        is_monitored = recipe.patience is not None or recipe.keep_best > 0
+        until = early_stopping if is_monitored else None
+        evaluation = EvaluationHook(every=recipe.eval_every, run=run_evaluation, until=until)
+        hooks: list[PeriodicHook | StepHook | EvaluatedHook] = [evaluation]
+        # Before the state is saved, which may be what they changed.
+        hooks += [*recipe_hooks.step, *recipe_hooks.evaluated, *recipe_hooks.periodic]
         memory_copies = self.checkpoints.memory_copy_hook(step)
         if memory_copies is not None:
             hooks.append(memory_copies)
+        if recipe.keep_best:
+            hooks.append(BestCheckpointHook(every=recipe.eval_every, run=save_if_best))
         hooks.append(CheckpointHook(every=recipe.checkpoint_every, run=save, check=self.checkpoints.check))
         return hooks
 
@@ -369,6 +439,25 @@ class TrainingRun:
     @property
     def _devices(self) -> list[Any]:
         return list(self.options.mesh.devices.flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """What is evaluated: the weights of a step, or their average.
+
+    Attributes:
+        prefix: of the names of its results.
+        model: with the arrays after the last step.
+        eval_step: the compiled loss.
+    """
+
+    prefix: str
+    model: TrainStep | AveragedModel
+    eval_step: EvalStep
+
+
+def _dtypes(model: TrainStep | AveragedModel) -> list[object]:
+    return [leaf.dtype for leaf in model.model_leaves]
 
 
 class _TimedLines(Jsonl):

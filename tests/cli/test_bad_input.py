@@ -141,6 +141,9 @@ CASES: dict[str, str | tuple[str, int]] = {
     "key: refused by the model": "train model.py --set model.n_head=3",
     "steps: 0": "train model.py --steps 0",
     "recipe: numbers out of range": "train model.py --seed -1 --set learning_rate=-1 --set checkpoint_every=0",
+    "recipe: average out of range": "train model.py --set ema_decay=1 --set ema_dtype=int8 --set ema_start_step=-1",
+    "recipe: early stopping out of range": "train model.py --set patience=0 --set min_delta=-1 --set keep_best=-1",
+    "recipe: no such metric": "train model.py --data text.txt --set monitor=val_acuracy",
     "recipe: microbatches": "train model.py --set accumulate=3",
     "mesh: not readable": "train model.py --mesh fsdp:8",
     "mesh: no such axis": "train model.py --mesh data=8",
@@ -191,6 +194,9 @@ CASES: dict[str, str | tuple[str, int]] = {
     "sample: no prompt": "sample run --prompt ''",
     "sample: no such draw": "sample run --temperature -1",
     "eval: not the data of the run": "eval run --tokenizer words.json",
+    "eval: no average of the weights": "eval run --weights ema",
+    "export: no average of the weights": "ckpt export run hf --weights ema",
+    "export: an average of no weights": "ckpt export run hf --weights ema --part optimizer",
     "export: two kinds of names": "ckpt export run hf --model model.py --own-names",
 }
 

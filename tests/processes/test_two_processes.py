@@ -101,7 +101,7 @@ def leaves(out):
     """The last checkpoint of a run, restored in this process."""
     model_file = load_model_file(MODEL)
     recipe = override(model_file.recipe()[1], SETTINGS)
-    model, optimizer, step = restore(model_file, recipe, js.mesh(), Checkpointer(out / "checkpoints"))
+    model, optimizer, step, _ = restore(model_file, recipe, js.mesh(), Checkpointer(out / "checkpoints"))
     return step, [np.asarray(numbers_of(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
 
 

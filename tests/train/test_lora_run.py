@@ -77,7 +77,7 @@ def test_adapters_are_trained_over_the_base_of_another_run(base, tmp_path):
     series = js.checkpoint.Checkpointer(tmp_path)
     series.save(3, {"model": step.model, "optimizer": step.optimizer, "step": 3})
     series.wait()
-    again, state, done = restore(LORA, RECIPE, js.mesh(), series)
+    again, state, done, _ = restore(LORA, RECIPE, js.mesh(), series)
     assert done == 3 and equal(values(again), values(step.model))
     assert equal(values(state, nnx.OptState), values(step.optimizer, nnx.OptState))
 

@@ -96,7 +96,7 @@ class SpySource:
 
 
 def state_of(finished, mesh):
-    model, optimizer, step = restore(MODEL_FILE, RECIPE, mesh, Checkpointer(finished.out / "checkpoints"))
+    model, optimizer, step, _ = restore(MODEL_FILE, RECIPE, mesh, Checkpointer(finished.out / "checkpoints"))
     return step, [np.asarray(numbers_of(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
 
 

@@ -17,7 +17,7 @@ from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.part import Part, part_of
 from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.verifying import verify
-from jshard.cli._arguments import parse
+from jshard.cli._arguments import Weights, parse
 from jshard.cli._output import remark
 from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json, progress
@@ -25,6 +25,7 @@ from jshard.cli.ckpt._leaf_tree import num_bytes_of
 from jshard.cli.ckpt._model import Model, ModelArgs, other_model
 from jshard.errors import RunError, ShardingError
 from jshard.inspect.tables import show
+from jshard.recipes.building import AVERAGES, check_has_average
 from jshard.train.run_folder import RunFolder
 from jshard.train.trust import UntrustedError
 
@@ -47,6 +48,9 @@ class ExportArgs(ModelArgs):
     """Format of the files. In dcp, names have dots between the keys, and numbers and strings are also written."""
     part: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = "model"
     """The part of the state: a prefix of the paths, which is removed from the names."""
+    weights: Weights = "model"
+    """Which weights: those of the last step (model), or their exponential moving average (ema) in its own dtype, if the
+    run has one."""
     extra: Literal["error", "ignore"] = "error"
     """What to do with leaves of that part that the model lacks, such as more layers: refuse, or leave them out."""
     max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
@@ -70,6 +74,10 @@ class ExportArgs(ModelArgs):
 def run(argv: Sequence[str]) -> int:
     """Runs the command; `argv` are the arguments after `jshard ckpt export`."""
     args = parse(ExportArgs, argv, command="jshard ckpt export")
+    preferred = None
+    if args.weights == "ema":
+        _check_average(args)
+        preferred = AVERAGES
     model = _model(args, argv)
     if model is not None:
         args = dataclasses.replace(args, model=model.file.path)  # for errors, where the run named it
@@ -78,10 +86,10 @@ def run(argv: Sequence[str]) -> int:
         _check_good(checkpoint)
     source: ArraySource  # reads arrays when they are written: they need not fit into memory together
     if model is None:
-        source = part_of(checkpoint, args.part)
+        source = part_of(checkpoint, args.part, preferred=preferred)
     else:
         names = model.names()
-        source = _named(part_of(checkpoint, args.part, names=names), names, args)
+        source = _named(part_of(checkpoint, args.part, names=names, preferred=preferred), names, args)
     num_bytes = num_bytes_of(source.leaves.values())
     with progress("export", num_bytes) as note_written:
         files = _write(args, source, checkpoint, model, note_written)
@@ -113,6 +121,17 @@ def _write(
         beside={} if model is None else model.companion_files(),
         on_written=on_written,
     )
+
+
+def _check_average(args: ExportArgs) -> None:
+    if args.part != "model":
+        raise ShardingError(
+            "Only a model has an average of its weights.",
+            where=f"--weights ema --part {args.part}",
+            why="the averages take the places of the weights in the part called model.",
+            do="leave out --part; or --weights.",
+        )
+    check_has_average(checkpoint_at(args.path))
 
 
 def _values_of_part(checkpoint: Opened, part: str) -> dict[str, Value]:
