@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard._text import human_bytes
+from jshard._processes import ProcessGroup, all_processes
+from jshard._text import counted, human_bytes
 from jshard._types import PyTree
 from jshard.api.init import abstract_copy
 from jshard.api.optimizer import optimizer_like
@@ -22,6 +23,7 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import Names
 from jshard.checkpoint.restore_operation import Extra, Missing, RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S
+from jshard.checkpoint.state import leaves as _leaves
 from jshard.in_memory.arrays import transfers_for
 from jshard.in_memory.live_state import LiveState
 from jshard.in_memory.named import NamedLiveState
@@ -72,7 +74,7 @@ def reshard(
         New objects of the kinds in the target; for a function, of those in `state`.
 
     Raises:
-        CheckpointError: the leaves do not match, or an array is deleted.
+        CheckpointError: the leaves do not match, an array is deleted, or this process has no device of either mesh.
         AnnotationError: as `target`, which annotates the model, raises.
 
     Examples:
@@ -188,7 +190,27 @@ def _operation(
 ) -> tuple[RestoreOperation, LiveState]:
     """Returns the matched move, and the state that it reads."""
     live = LiveState(state) if names is None else NamedLiveState(state, names)
-    return RestoreOperation(live, _like(state, target), casts_are_shown=False, **options), live
+    like = _like(state, target)
+    group = _group_of([*_leaves.flatten(state).values(), *_leaves.flatten(like).values()])
+    return RestoreOperation(live, like, casts_are_shown=False, group=group, **options), live
+
+
+def _group_of(leaves: Iterable[object]) -> ProcessGroup:
+    """Returns the processes that move some arrays together: all that have a device of a mesh of theirs."""
+    members: set[int] = set()
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        # An array on no mesh is one of each process, and says nothing.
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            members |= {device.process_index for device in sharding.device_set}
+    if members and jax.process_index() not in members:
+        raise CheckpointError(
+            "This process has no part in the move.",
+            where=f"process {jax.process_index()}",
+            why=f"the devices of both meshes are those of {counted(len(members), 'other process', 'other processes')}.",
+            do="if jax.process_index() in (0, 1): js.reshard(state, target)  # the processes of the two meshes",
+        )
+    return ProcessGroup(tuple(sorted(members))) if members else all_processes()
 
 
 def _like(state: PyTree, target: Target) -> PyTree:

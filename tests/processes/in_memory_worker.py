@@ -82,6 +82,16 @@ def handed_over() -> dict[str, object]:
     return found
 
 
+def alone() -> dict[str, object]:
+    """A move between devices of process 0, of which process 1 knows nothing."""
+    devices = jax.devices()
+    if PROCESS == 1:
+        return {}
+    model = padded_model(js.mesh(fsdp=1, devices=devices[:1]))
+    moved = js.reshard(model, annotator(js.mesh(fsdp=3, devices=devices[1:4])))
+    return {"model": differences(js.gather(moved), plain_values())}
+
+
 def _as(x: jax.ShapeDtypeStruct, dtype: object) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
@@ -99,5 +109,5 @@ def mistakes() -> dict[str, object]:
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=PROCESS)
-    found = {part.__name__: part() for part in (gathered_and_loaded, resharded, handed_over, mistakes)}
+    found = {part.__name__: part() for part in (gathered_and_loaded, resharded, handed_over, alone, mistakes)}
     (FOLDER / f"found-{PROCESS}.json").write_text(json.dumps(found))

@@ -45,6 +45,7 @@ def test_two_processes(tmp_path):
         assert resharded["moved"] == 1 and resharded["between"]
         # Nothing of the target was there: all of it is moved, and in half the bytes.
         assert found["handed_over"]["moved"] == found["handed_over"]["total"]
+        assert found["alone"] == ({"model": []} if process == 0 else {})
         if process == 1:
             assert found["handed_over"]["served"] == []
         assert "head  stored (3,)  wanted nothing" in found["mistakes"]["text"]
