@@ -48,6 +48,13 @@ def looped(loss: Loss) -> Loss:
     return run
 
 
+def branched(loss: Loss) -> Loss:
+    def run(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 100, lambda: 2 * loss(params, x), lambda: loss(params, x))
+
+    return run
+
+
 def squared_gradient(loss: Loss) -> Loss:
     def run(params: Any, x: jax.Array) -> jax.Array:
         return sum(jnp.square(g).sum() for g in jax.tree.leaves(jax.grad(loss)(params, x)))
@@ -79,6 +86,7 @@ FORMS: dict[str, Callable[[Loss], Loss]] = {
     "gradients": lambda loss: mapped(jax.grad(loss)),
     "gradients of a sum": lambda loss: jax.grad(lambda params, x: mapped(loss)(params, x).sum()),
     "in a loop": lambda loss: mapped(jax.grad(looped(loss))),
+    "in a branch": lambda loss: mapped(jax.grad(branched(loss))),
     "rematerialised": lambda loss: mapped(jax.grad(jax.checkpoint(loss))),
     "under a second map": lambda loss: mapped(jax.grad(of_each_part(loss))),
     "gradients of gradients": lambda loss: mapped(jax.grad(squared_gradient(loss))),
