@@ -110,7 +110,7 @@ def _check_mesh(partial: PartialGradients, target: _Target) -> None:
             "The gradients were summed on another mesh.",
             where=target.name,
             why=f"the sums are of js.mesh({summed_on}), or of other devices; the model is on js.mesh({stored_on}).",
-            do="js.reduce_gradients(model, partial)  # with the model of the calls, before it is annotated again",
+            do='js.value_and_grad(loss_fn, sync="none")  # of the model as it is annotated now',
         )
 
 
@@ -128,8 +128,8 @@ def _check_parameters(partial: PartialGradients, target: _Target) -> None:
         raise CallError(
             "The gradients were summed for another model.",
             where=places,
-            why=f"they are of {partial.name}, with {len(partial.parameters)} arrays.",
-            do="js.reduce_gradients(model, partial)  # with the model of the calls",
+            why=f"they are of {partial.name}, {len(partial.parameters)} arrays, where they were computed.",
+            do='js.value_and_grad(loss_fn, sync="none")  # of this model',
         )
 
 
