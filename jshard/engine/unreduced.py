@@ -64,6 +64,22 @@ class PartialGradients:
     name: str = dataclasses.field(metadata={"static": True})
     is_weighted: bool = dataclasses.field(metadata={"static": True})
 
+    def divided(self, divisor: jax.Array) -> "PartialGradients":
+        """Returns the sums divided, as of a loss that was multiplied; they are reduced to floats of at least 32 bits.
+
+        The weight stays: divided as well, it would cancel the division.
+        """
+
+        def quotient(x: jax.Array) -> jax.Array:
+            return x.astype(wide_dtype(x.dtype)) / divisor
+
+        shards, rest = jax.tree.map(quotient, (self.shards, self.rest))
+        parameters = []
+        for parameter in self.parameters:
+            wide = str(np.dtype(wide_dtype(parameter.dtype)))
+            parameters.append(dataclasses.replace(parameter, dtype=wide))
+        return dataclasses.replace(self, shards=shards, rest=rest, parameters=tuple(parameters))
+
     @property
     def placements(self) -> list[Placement | None]:
         """How the parameters are stored, in the order of the leaves of `rest`."""

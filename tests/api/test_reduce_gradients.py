@@ -116,6 +116,8 @@ def test_calls_reduce_no_gradients_and_the_reduction_gathers_nothing(degrees):
     call = nnx.jit(lambda model, x: only_gradients(model, x)[1])
     compiled = compile_to_read(call.lower(model, BATCHES[0]).lowered)
     assert set(collectives(compiled)) == {"all-gather"}
+    assert not js.audit(compiled, model=model, sync="none").differences
+    assert js.audit(compiled, model=model, accumulate=2, sync="last").differences
 
     partial = call(model, BATCHES[0])
     reduction = compile_to_read(nnx.jit(js.reduce_gradients).lower(model, partial).lowered)
@@ -239,6 +241,21 @@ def test_a_weighted_mean_in_float16_is_refused():
     precision = js.MixedPrecision(param_dtype="float16", reduce_dtype="float16")
     with pytest.raises(CallError, match="cannot be summed over calls in float16"):
         over_calls(sharded(mixed_precision=precision), masked, MASKED)
+
+
+@pytest.mark.parametrize("loss", [square, masked], ids=["mean", "weighted mean"])
+def test_a_loss_scale_divides_the_sums_and_not_their_weight(loss):
+    model = sharded()
+    optimizer = js.shard_optimizer(model, js.LossScale(initial=2.0**10).around(optax.sgd(0.1)))
+    batches = MASKED if loss is masked else [(x,) for x in BATCHES]
+
+    @nnx.jit
+    def run(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Any) -> Any:
+        return js.scaled_value_and_grad(loss, optimizer, sync="none")(model, *batch)
+
+    results = [run(model, optimizer, *batch) for batch in batches]
+    total = functools.reduce(functools.partial(jax.tree.map, jnp.add), [partial for _, partial in results])
+    assert_close(js.reduce_gradients(model, total), over_calls(model, loss, batches))
 
 
 # Linen.
