@@ -55,14 +55,14 @@ def reduce_gradients(model: nnx.Module | nn.Module, partial: PartialGradients) -
             why='it takes the js.PartialGradients of calls with sync="none"; other gradients are reduced already.',
             do='js.value_and_grad(loss_fn, sync="none")',
         )
-    target = _Target.of(model, partial.rest)
+    target = _TargetModel.of(model, partial.rest)
     _check_mesh(partial, target)
     _check_parameters(partial, target)
     return reduced(partial)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Target:
+class _TargetModel:
     """The model whose gradients are reduced.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Target:
     placements: list[Placement | None]
 
     @classmethod
-    def of(cls, model: nnx.Module | nn.Module, gradients: PyTree) -> "_Target":
+    def of(cls, model: nnx.Module | nn.Module, gradients: PyTree) -> "_TargetModel":
         """Returns the parameters of a model that are at the paths of some gradients."""
         paths: list[str] = []
         placements: list[Placement | None] = []
@@ -101,7 +101,7 @@ class _Target:
         return cls(plain_class(model).__name__, unit.mesh, paths, placements)
 
 
-def _check_mesh(partial: PartialGradients, target: _Target) -> None:
+def _check_mesh(partial: PartialGradients, target: _TargetModel) -> None:
     """Raises for sums over the data shards of another mesh."""
     if partial.mesh != target.mesh:
         summed_on = degrees_text(dict(partial.mesh.shape))
@@ -114,7 +114,7 @@ def _check_mesh(partial: PartialGradients, target: _Target) -> None:
         )
 
 
-def _check_parameters(partial: PartialGradients, target: _Target) -> None:
+def _check_parameters(partial: PartialGradients, target: _TargetModel) -> None:
     """Raises for sums of parameters that the model does not have, or stores in another way."""
     places = []
     if len(target.paths) != len(partial.parameters):
