@@ -103,8 +103,8 @@ class _TargetModel:
 
 def _check_mesh(partial: PartialGradients, target: _TargetModel) -> None:
     """Raises for sums over the data shards of another mesh."""
-    if partial.mesh != target.mesh:
-        summed_on = degrees_text(dict(partial.mesh.shape))
+    if partial.model.mesh != target.mesh:
+        summed_on = degrees_text(dict(partial.model.mesh.shape))
         stored_on = degrees_text(dict(target.mesh.shape))
         raise CallError(
             "The gradients were summed on another mesh.",
@@ -117,7 +117,7 @@ def _check_mesh(partial: PartialGradients, target: _TargetModel) -> None:
 def _check_parameters(partial: PartialGradients, target: _TargetModel) -> None:
     """Raises for sums of parameters that the model does not have, or stores in another way."""
     places = []
-    if len(target.paths) != len(partial.parameters):
+    if len(target.paths) != len(partial.model.parameters):
         places.append(target.name)
     else:
         for path, summed, placement in zip(target.paths, partial.placements, target.placements, strict=True):
@@ -128,7 +128,7 @@ def _check_parameters(partial: PartialGradients, target: _TargetModel) -> None:
         raise CallError(
             "The gradients were summed for another model.",
             where=places,
-            why=f"they are of {partial.name}, {len(partial.parameters)} arrays, where they were computed.",
+            why=f"they are of {partial.model.name}, {len(partial.model.parameters)} arrays, where they were computed.",
             do='js.value_and_grad(loss_fn, sync="none")  # of this model',
         )
 

@@ -16,7 +16,7 @@ from jshard.engine.accumulate import GatheredOnce, Loss, Sums, gradient_dtype, s
 from jshard.engine.weighted import nonzero
 from jshard.errors import CallError
 from jshard.plans.memories import to_host
-from jshard.plans.mesh import AnyMesh, is_concrete, region_axes
+from jshard.plans.mesh import AnyMesh, degrees_text, is_concrete, region_axes
 from jshard.plans.placement import Placement
 from jshard.plans.policies import wide_dtype
 
@@ -36,6 +36,29 @@ class SummedParameter:
     on_host: bool
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class SummedModel:
+    """The model whose gradients are summed: sums of two models, or on two meshes, have no sum.
+
+    Attributes:
+        name: of the model, for messages.
+        mesh: its mesh.
+        parameters: what is summed.
+        is_weighted: whether the loss is a `js.WeightedMean`.
+    """
+
+    name: str
+    mesh: AnyMesh
+    parameters: tuple[SummedParameter, ...]
+    is_weighted: bool
+
+    def __repr__(self) -> str:
+        """Returns what JAX's error says of sums that cannot be added: not the placement of each parameter."""
+        loss = "a weighted mean" if self.is_weighted else "a mean"
+        degrees = degrees_text(dict(self.mesh.shape))
+        return f"<{loss} of {self.name}, {len(self.parameters)} arrays, on js.mesh({degrees})>"
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialGradients:
@@ -50,19 +73,13 @@ class PartialGradients:
         rest: the gradients of parameters that are never gathered, and what a loss adds to the gradients of others
             outside of the model, such as a penalty. They are sharded like their parameters.
         weight: how many microbatches are summed; for a `js.WeightedMean` the sum of their weights.
-        parameters: what is summed, in the order of the leaves of `rest`.
-        mesh: the mesh of the model.
-        name: of the model, for messages.
-        is_weighted: whether the loss is a `js.WeightedMean`.
+        model: what is summed, in the order of the leaves of `rest`.
     """
 
     shards: list[jax.Array]
     rest: PyTree
     weight: jax.Array
-    parameters: tuple[SummedParameter, ...] = dataclasses.field(metadata={"static": True})
-    mesh: AnyMesh = dataclasses.field(metadata={"static": True})
-    name: str = dataclasses.field(metadata={"static": True})
-    is_weighted: bool = dataclasses.field(metadata={"static": True})
+    model: SummedModel = dataclasses.field(metadata={"static": True})
 
     def divided(self, divisor: jax.Array) -> "PartialGradients":
         """Returns the sums divided, as of a loss that was multiplied; they are reduced to floats of at least 32 bits.
@@ -75,15 +92,16 @@ class PartialGradients:
 
         shards, rest = jax.tree.map(quotient, (self.shards, self.rest))
         parameters = []
-        for parameter in self.parameters:
+        for parameter in self.model.parameters:
             wide = str(np.dtype(wide_dtype(parameter.dtype)))
             parameters.append(dataclasses.replace(parameter, dtype=wide))
-        return dataclasses.replace(self, shards=shards, rest=rest, parameters=tuple(parameters))
+        model = dataclasses.replace(self.model, parameters=tuple(parameters))
+        return dataclasses.replace(self, shards=shards, rest=rest, model=model)
 
     @property
     def placements(self) -> list[Placement | None]:
         """How the parameters are stored, in the order of the leaves of `rest`."""
-        return [parameter.placement for parameter in self.parameters]
+        return [parameter.placement for parameter in self.model.parameters]
 
 
 def unreduced(
@@ -121,22 +139,19 @@ def unreduced(
         shards=[_by_data_shard(x, mesh) for x in sums.copies],
         rest=_stored(sums.gradients, placements, mesh),
         weight=weight,
-        parameters=tuple(parameters),
-        mesh=mesh,
-        name=loss.name,
-        is_weighted=sums.weight is not None,
+        model=SummedModel(loss.name, mesh, tuple(parameters), is_weighted=sums.weight is not None),
     )
     return mean, sums.aux, partial, sums.state
 
 
 def reduced(partial: PartialGradients) -> PyTree:
     """Reduces sums over the data shards: the gradients of the mean over all calls, stored like their parameters."""
-    once = GatheredOnce(partial.placements, partial.mesh)
+    once = GatheredOnce(partial.placements, partial.model.mesh)
     gradients = with_reduced_copies(partial.rest, once, once.reduce(partial.rest, partial.shards))
     divisor = nonzero(partial.weight)
     leaves, tree = jax.tree.flatten(gradients)
     means = []
-    for x, parameter in zip(leaves, partial.parameters, strict=True):
+    for x, parameter in zip(leaves, partial.model.parameters, strict=True):
         mean = (x / divisor.astype(wide_dtype(x.dtype))).astype(parameter.dtype)
         means.append(to_host(mean) if parameter.on_host else mean)
     return jax.tree.unflatten(tree, means)

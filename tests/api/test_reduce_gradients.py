@@ -14,6 +14,7 @@ from flax import nnx
 import jshard as js
 from jshard.errors import CallError
 from tests import linen_models
+from tests.engine import test_ungathered
 from tests.helpers import compile_to_read
 from tests.toy_models import Normed, ResidualLinear, Tied, Tower, TwoLayers
 
@@ -218,6 +219,25 @@ def test_aux_is_that_of_the_call():
     np.testing.assert_allclose([value, aux], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("degrees", [{"context": 2, "fsdp": 4}, {"expert": 2, "fsdp": 4}], ids=str)
+def test_of_sequences_over_inner_axes(degrees):
+    sequences = [RNG.normal(size=(ROWS, 8, WIDTH)).astype(np.float32) for _ in range(2)]
+    assert_close(over_calls(sharded(degrees), square, sequences), of_all(tower(), square, sequences))
+
+
+def test_a_batch_that_does_not_divide_over_the_devices():
+    batches = [x[:12] for x in BATCHES]
+    assert_close(over_calls(sharded(), square, batches), of_all(tower(), square, batches))
+
+
+def test_a_table_that_is_never_gathered():
+    model = test_ungathered.placed(test_ungathered.build, test_ungathered.annotator(js.mesh(replica=2)))
+    js.shard_optimizer(model, optax.sgd(0.1))
+    grads = over_calls(model, test_ungathered.loss_fn, [test_ungathered.DATA] * 2)
+    expected = nnx.grad(test_ungathered.loss_fn)(test_ungathered.build(), *test_ungathered.DATA)
+    assert_close(grads, expected)
+
+
 # Weighted means.
 
 
@@ -288,6 +308,14 @@ def test_a_linen_model(degrees, wrt):
 
 
 # What is refused.
+
+
+def test_sums_of_a_mean_and_of_a_weighted_mean_have_no_sum():
+    model = sharded()
+    mean = nnx.jit(js.value_and_grad(square, sync="none"))(model, BATCHES[0])[1]
+    weighted = nnx.jit(js.value_and_grad(masked, sync="none"))(model, *MASKED[0])[1]
+    with pytest.raises(ValueError, match=r"<a mean of Tower, 6 arrays, on js\.mesh"):
+        jax.tree.map(jnp.add, mean, weighted)
 
 
 def test_sums_of_another_mesh_are_refused():
