@@ -177,7 +177,7 @@ def _check_totals_fit(sums: Sums, name: str) -> None:
             where=name,
             why=f"{len(narrow)} of its sums are float16, up to {jnp.finfo(jnp.float16).max:,.0f}; a gradient times its"
             " weight, such as a number of tokens, may be larger.",
-            do='js.fully_shard(model, mesh=mesh, mixed_precision=js.MixedPrecision(reduce_dtype="float32"))  # or accumulate=n',
+            do='js.fully_shard(model, mesh=mesh, mixed_precision=js.MixedPrecision(reduce_dtype="float32"))',
         )
 
 
