@@ -12,11 +12,13 @@ from jshard.api.loss_scale import LossScale as LossScale
 from jshard.api.loss_scale import loss_scale_of as loss_scale_of
 from jshard.api.loss_scale import scaled_value_and_grad as scaled_value_and_grad
 from jshard.api.optimizer import shard_optimizer as shard_optimizer
+from jshard.api.reduce_gradients import reduce_gradients as reduce_gradients
 from jshard.api.revise import revise as revise
 from jshard.api.scan_layers import scan_layers as scan_layers
 from jshard.cluster.options import compiler_options as compiler_options
 from jshard.engine.context import global_view as global_view
 from jshard.engine.per_example import per_example as per_example
+from jshard.engine.unreduced import PartialGradients as PartialGradients
 from jshard.engine.weighted import WeightedMean as WeightedMean
 from jshard.errors import ShardingError as ShardingError
 from jshard.in_memory.gathering import gather as gather

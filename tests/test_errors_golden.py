@@ -365,6 +365,11 @@ def loss(model, *batch):
     return (model(*batch) ** 2).mean()
 
 
+def summed(model: nnx.Module, loss_fn: Callable = loss) -> js.PartialGradients:
+    """Gradients that are not reduced."""
+    return nnx.jit(js.value_and_grad(loss_fn, sync="none"))(model, X)[1]
+
+
 def without_host_memory(mesh: Mesh) -> object:
     """Offload on devices that say that they have memory of their own only."""
     with pytest.MonkeyPatch.context() as patch:
@@ -511,6 +516,16 @@ ERRORS: dict[str, Callable[[], object]] = {
     "value_and_grad: no parameter": lambda: js.value_and_grad(loss, accumulate=2, sync="last", wrt=nnx.Variable)(
         annotated(), X
     ),
+    "value_and_grad: dtype": lambda: js.value_and_grad(loss, grad_dtype="int8"),
+    "value_and_grad: weights in float16": lambda: summed(
+        annotated(mixed_precision=js.MixedPrecision(param_dtype="float16", reduce_dtype="float16")),
+        lambda model, x: js.WeightedMean(loss(model, x), 16.0),
+    ),
+    "reduce_gradients: another mesh": lambda: js.reduce_gradients(
+        shard(linear(), mesh=js.mesh(replica=2)), summed(shard(linear()))
+    ),
+    "reduce_gradients: another model": lambda: js.reduce_gradients(shard(linear()), summed(annotated())),
+    "reduce_gradients: reduced": lambda: js.reduce_gradients(annotated(), {"kernel": jnp.zeros((64, 64))}),
     "loss scale: factor": lambda: LossScale(factor=1.0),
     "value_and_grad: microbatches": lambda: js.value_and_grad(loss, accumulate=4)(annotated(), X),
     "units: a factory": lambda: js.fully_shard(

@@ -6,22 +6,27 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax
+import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
+from jax.typing import DTypeLike
 
 from jshard._types import PyTree
-from jshard.engine.accumulate import Loss, accumulated
+from jshard.engine.accumulate import Loss, accumulated, gradient_dtype
 from jshard.engine.border import opened
 from jshard.engine.context import parameters_fixed
+from jshard.engine.unreduced import PartialGradients, unreduced
 from jshard.engine.weighted import mean_of
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.annotation import annotation_for
 from jshard.linen.train_state import linen_loss
 from jshard.linen.trained import Trained, joined
 from jshard.plans.call_checks import check_has_arrays
+from jshard.plans.memories import back, to_device
 from jshard.plans.padding import Padding, is_as_placed, padding_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import as_stored, record_of
+from jshard.plans.policies import is_real_float
 from jshard.plans.units import Path, Unit, dotted, plain_class, units_in
 
 LossFunction = Callable[..., PyTree]
@@ -36,6 +41,7 @@ def value_and_grad(
     sync: str = "each",
     has_aux: bool = False,
     wrt: Filter = nnx.Param,
+    grad_dtype: DTypeLike | None = None,
 ) -> Callable[..., PyTree]:
     """Computes `nnx.value_and_grad` over microbatches; `jax.value_and_grad` for a Linen model.
 
@@ -54,10 +60,18 @@ def value_and_grad(
         sync: `"each"`: every microbatch gathers parameters and reduce-scatters gradients; the sum is sharded.
             `"last"`: parameters are gathered once and gradients reduced once per step; meanwhile each device
             holds the full parameters and gradients. Parameters that are never gathered are as with `"each"`.
+            `"none"`: as `"last"`, but the gradients are not reduced: they are `js.PartialGradients`, which are added
+            over calls and reduced by `js.reduce_gradients`. From the first call to the reduction each device holds the
+            full gradients in the reduce dtype, and its shard of them in the dtype of the sum.
         has_aux: `loss_fn` returns `(loss, aux)`; aux is returned stacked over the microbatches.
         wrt: the parameters to differentiate with respect to, as for `nnx.Optimizer`: an nnx filter. The others are
             frozen: they are only gathered. For a Linen model: a path pattern such as `"*/lora_*"`, a function of
             (path, parameter) with the path as a tuple, or a list of these.
+        grad_dtype: of the gradients, such as `"float32"` for parameters in bfloat16; None for the dtype that each
+            parameter is stored in. With `sync="last"` and `"none"` the reduced sum, in the reduce dtype, is returned
+            without being rounded to the stored dtype. With `sync="each"` the reduced gradient of each microbatch is
+            rounded to the stored dtype once, and their sum is not. In all of them a data shard's gradient of one
+            microbatch has the dtype that the unit computes in. Parameters that are no real floats keep their dtype.
 
     Returns:
         A function of `(model, *batch)`, or `(params, *batch)`, that returns `(loss, gradients)`, or
@@ -73,21 +87,21 @@ def value_and_grad(
         >>> grad_fn = js.value_and_grad(loss_fn, accumulate=4, sync="last")
         >>> loss, grads = nnx.jit(lambda model, x: grad_fn(model, x))(model, x)
     """
-    is_valid = isinstance(accumulate, int) and accumulate >= 1 and sync in ("each", "last")
+    is_valid = isinstance(accumulate, int) and accumulate >= 1 and sync in ("each", "last", "none")
     if not is_valid:
         raise AnnotationError(
             "The accumulation settings are not valid.",
             where=f"value_and_grad(accumulate={accumulate!r}, sync={sync!r})",
-            why='accumulate must be a number of microbatches, and sync "each" or "last".',
+            why='accumulate must be a number of microbatches, and sync "each", "last" or "none".',
             do='js.value_and_grad(loss_fn, accumulate=4, sync="last")',
         )
-    settings = _Settings(num_microbatches=accumulate, reduces_once=sync == "last", has_aux=has_aux, wrt=wrt)
+    dtype = None if grad_dtype is None else _checked_dtype_of_gradients(grad_dtype)
+    settings = _Settings(num_microbatches=accumulate, sync=sync, has_aux=has_aux, wrt=wrt, dtype=dtype)
     gradients = _nnx_gradients if model is None else functools.partial(_linen_gradients, model)
 
     @functools.wraps(loss_fn)
     def run(trained: PyTree, *batch: PyTree) -> PyTree:
-        # Plain differentiation: the one microbatch is the whole batch, and `sync` has no effect.
-        if accumulate == 1:
+        if settings.is_plain:
             return gradients(loss_fn, trained, batch, settings)
         arrays, with_arrays = opened(batch)  # a dataclass of arrays is cut like a dict of them
 
@@ -104,16 +118,31 @@ class _Settings:
     """How gradients are computed.
 
     Attributes:
-        num_microbatches: 1: the batch as a whole, by plain differentiation.
-        reduces_once: whether parameters are gathered, and gradients reduced, once for all microbatches.
+        num_microbatches: 1: the batch as a whole.
+        sync: when gradients are reduced: in `"each"` microbatch, after the `"last"`, or `"none"`: by the user.
         has_aux: whether the loss function returns `(loss, aux)`.
         wrt: which parameters are differentiated, as the user selects them.
+        dtype: of the gradients; None for those of the parameters.
     """
 
     num_microbatches: int
-    reduces_once: bool
+    sync: str
     has_aux: bool
     wrt: Filter
+    dtype: str | None
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether parameters are gathered once for all microbatches."""
+        return self.sync != "each"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is plain differentiation, with the batch as the one microbatch."""
+        if self.num_microbatches > 1 or self.sync == "none":
+            return False
+        # Plain differentiation rounds to the stored dtype: only the gradient of a gathered copy is reduced unrounded.
+        return self.dtype is None or self.sync == "each"
 
 
 def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[PyTree, ...], settings: _Settings) -> PyTree:
@@ -122,14 +151,15 @@ def _nnx_gradients(loss_fn: LossFunction, model: nnx.Module, batch: tuple[PyTree
     # Here, as differentiation would fail first, with an error of JAX about the type of an argument.
     check_has_arrays(f"{plain_class(model).__name__}.__call__", jax.tree.leaves(nnx.state(model)))
     has_aux = settings.has_aux
-    if settings.num_microbatches == 1:
+    if settings.is_plain:
         differentiated = nnx.DiffState(0, settings.wrt)
         grad_fn = nnx.value_and_grad(_mean(loss_fn, has_aux), argnums=differentiated, has_aux=has_aux)
-        return grad_fn(model, *batch)
+        value, grads = grad_fn(model, *batch)
+        return value, _cast(grads, settings.dtype)
     loss = _nnx_loss(loss_fn, model, unit, settings)
-    if settings.reduces_once:
-        _check_are_parameters(loss.params, loss.name)
-    value, aux, grads, state = accumulated(loss, batch, settings.num_microbatches, once=settings.reduces_once)
+    if settings.gathers_once:
+        _check_are_parameters(loss.params, loss.name, settings.sync)
+    value, aux, grads, state = _over_microbatches(loss, batch, settings)
     # What the last microbatch has left, such as statistics and counts of keys.
     nnx.update(model, state)
     return ((value, aux) if has_aux else value), grads
@@ -142,15 +172,50 @@ def _linen_gradients(
     layout = annotation_for(model).layout
     trained, frozen = Trained(layout, settings.wrt).split(params)
     has_aux = settings.has_aux
-    if settings.num_microbatches == 1:
+    if settings.is_plain:
 
         def loss_of_trained(trained: PyTree, *batch: PyTree) -> PyTree:
             return _mean(loss_fn, has_aux)(joined(trained, frozen), *batch)
 
-        return jax.value_and_grad(loss_of_trained, has_aux=has_aux)(trained, *batch)
+        value, grads = jax.value_and_grad(loss_of_trained, has_aux=has_aux)(trained, *batch)
+        return value, _cast(grads, settings.dtype)
     loss = linen_loss(loss_fn, trained, frozen, layout, has_aux)
-    value, aux, grads, _ = accumulated(loss, batch, settings.num_microbatches, once=settings.reduces_once)
+    value, aux, grads, _ = _over_microbatches(loss, batch, settings)
     return ((value, aux) if has_aux else value), grads
+
+
+def _over_microbatches(
+    loss: Loss, batch: tuple[PyTree, ...], settings: _Settings
+) -> tuple[jax.Array, PyTree, PyTree | PartialGradients, PyTree]:
+    """Returns the loss, aux, the gradients and the state of the model."""
+    steps = settings.num_microbatches
+    if settings.sync == "none":
+        return unreduced(loss, batch, steps, dtype=settings.dtype)
+    return accumulated(loss, batch, steps, once=settings.gathers_once, dtype=settings.dtype)
+
+
+def _cast(grads: PyTree, dtype: str | None) -> PyTree:
+    """Returns gradients in the dtype that was requested, each in its memory."""
+    if dtype is None:
+        return grads
+    cast = jax.tree.map(lambda g: g.astype(gradient_dtype(g.dtype, dtype)), to_device(grads))
+    return back(cast, grads)
+
+
+def _checked_dtype_of_gradients(dtype: DTypeLike) -> str:
+    """Returns the name of a dtype for gradients, or raises."""
+    try:
+        name = str(np.dtype(dtype))
+    except TypeError:
+        name = ""
+    if name and is_real_float(name):
+        return name
+    raise AnnotationError(
+        "Gradients cannot have this dtype.",
+        where=f"value_and_grad(grad_dtype={dtype!r})",
+        why="grad_dtype must be a real float of 16 bits or more.",
+        do='js.value_and_grad(loss_fn, grad_dtype="float32")',
+    )
 
 
 def _mean(loss_fn: LossFunction, has_aux: bool) -> LossFunction:
@@ -204,13 +269,13 @@ def _current_placement(model: nnx.Module, unit: Unit, path: Path, variable: nnx.
     return as_stored(leaf, variable.get_raw_value().dtype, lambda: units_in(model)).placement
 
 
-def _check_are_parameters(params: PyTree, name: str) -> None:
+def _check_are_parameters(params: PyTree, name: str, sync: str) -> None:
     """Raises for differentiated variables that are not parameters: they have no shards."""
     others = {path: v for path, v in nnx.to_flat_state(params) if not isinstance(v, nnx.Param)}
     if others:
         raise CallError(
             "Gradients were requested for a variable that is not a parameter.",
             where=[f"{name}: {dotted(path)}  {type(variable).__name__}" for path, variable in others.items()],
-            why='sync="last" gathers parameters and reduces their gradients; this one is whole on every device.',
+            why=f'sync="{sync}" gathers parameters and reduces their gradients; this one is whole on every device.',
             do='js.value_and_grad(loss_fn, accumulate=4, sync="each")  # or derive their class from nnx.Param',
         )

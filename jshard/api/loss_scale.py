@@ -17,6 +17,7 @@ from flax import nnx
 
 from jshard._types import PyTree
 from jshard.api.gradients import LossFunction, value_and_grad
+from jshard.engine.unreduced import PartialGradients
 from jshard.engine.weighted import with_total
 from jshard.errors import AnnotationError
 from jshard.plans.memories import back, to_device
@@ -190,6 +191,8 @@ def scaled_value_and_grad(
     def run(model: nnx.Module, *batch: PyTree) -> PyTree:
         result, scaled_gradients = value_and_grad(scaled_loss_fn, **settings)(model, *batch)
         loss = (result[0] if has_aux else result) / scale
+        if isinstance(scaled_gradients, PartialGradients):
+            return ((loss, result[1]) if has_aux else loss), scaled_gradients.divided(scale)
         # JAX computes with arrays of one memory alone.
         gradients = jax.tree.map(unscaled, to_device(scaled_gradients))
         gradients = back(gradients, scaled_gradients)  # those of parameters in host memory are there, too

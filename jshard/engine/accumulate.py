@@ -317,7 +317,30 @@ class Loss:
     name: str
 
 
-def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What is summed over microbatches, before the gradients of gathered copies are reduced.
+
+    Attributes:
+        value: the sum of the losses, or of the totals of weighted means.
+        weight: the sum of the weights of weighted means; None for plain ones.
+        gradients: with respect to the parameters as they are stored. For weighted means these are means.
+        copies: with respect to each data shard's own copies: arrays with one row per data shard. Means like these.
+        aux: of every microbatch.
+        state: after the last microbatch.
+    """
+
+    value: jax.Array
+    weight: jax.Array | None
+    gradients: PyTree
+    copies: list[jax.Array]
+    aux: PyTree
+    state: PyTree
+
+
+def accumulated(
+    loss: Loss, batch: PyTree, steps: int, *, once: bool, dtype: DTypeLike | None = None
+) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
     """Computes a loss and its gradients over microbatches.
 
     Args:
@@ -325,17 +348,43 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
         batch: the whole batch.
         steps: the number of microbatches.
         once: whether parameters are gathered, and gradients reduced, once for all microbatches.
+        dtype: of the gradients; None for those of the parameters.
 
     Returns:
         The loss, aux of every microbatch, gradients, and the state after the last microbatch.
     """
-    parts = microbatches(batch, loss.root, steps, loss.name)
-    mesh = loss.root.mesh
+    param_placements, _ = loss.placements
+    params_once = GatheredOnce(param_placements if once else (), loss.root.mesh)
+    sums = summed(loss, batch, steps, params_once, once=once)
+    grads = sums.gradients
+    if once:
+        grads = with_reduced_copies(grads, params_once, params_once.reduce(loss.params, sums.copies))
+    if sums.weight is None:
+        mean = sums.value / steps
+        grads = jax.tree.map(lambda g: g / steps, grads)
+    else:
+        mean = sums.value / sums.weight  # and the gradients are means already
+    # A stored dtype may be too narrow for the sum, but holds the mean as well as it holds the parameter.
+    grads = jax.tree.map(lambda g, x: g.astype(gradient_dtype(x.dtype, dtype)), grads, loss.params)
+    return mean, sums.aux, back(grads, loss.params), sums.state
+
+
+def summed(loss: Loss, batch: PyTree, steps: int, params_once: GatheredOnce, *, once: bool) -> Sums:
+    """Sums a loss and its gradients over microbatches; one microbatch is the batch as it is, without stacked aux.
+
+    Args:
+        loss: the loss.
+        batch: the whole batch.
+        steps: the number of microbatches.
+        params_once: the parameters that are gathered once, and whose gradients are not reduced here.
+        once: whether frozen parameters are gathered once, too.
+    """
+    is_cut = steps > 1
+    parts = microbatches(batch, loss.root, steps, loss.name) if is_cut else batch
     param_placements, frozen_placements = loss.placements
-    params_once = GatheredOnce(param_placements if once else (), mesh)
     # Frozen parameters are gathered as often as the others. Their copies have no gradient, so `run` is no function of
     # them.
-    frozen_once = GatheredOnce(frozen_placements if once else (), mesh)
+    frozen_once = GatheredOnce(frozen_placements if once else (), loss.root.mesh)
     # Outside of the loop over microbatches, whose body takes them as constants.
     copies = params_once.gather(loss.params)
     frozen_copies = frozen_once.gather(loss.frozen)
@@ -373,22 +422,24 @@ def accumulated(loss: Loss, batch: PyTree, steps: int, *, once: bool) -> tuple[j
     copy_sums = []
     for x, placement in zip(copies, params_once.placements, strict=True):
         copy_sums.append(jnp.zeros_like(x, placement.reduce_dtype))
-    first = jax.tree.map(lambda x: x[0], parts)
+    first = jax.tree.map(lambda x: x[0], parts) if is_cut else parts
     # The carry of a scan has its types from the start, and only the loss says those of its value and weight.
     (value, (_, _, weight)), _ = jax.eval_shape(grad, loss.params, copies, loss.state, first)
     no_weight = None if weight is None else jnp.zeros((), weight.dtype)
     first_carry = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
-    (total, (grads, copy_sums), state, weight), aux = lax.scan(step, first_carry, parts)
-    if once:
-        grads = _with_reduced_copies(grads, params_once, params_once.reduce(loss.params, copy_sums))
-    if weight is None:
-        mean = total / steps
-        grads = jax.tree.map(lambda g: g / steps, grads)
+    if is_cut:
+        last_carry, aux = lax.scan(step, first_carry, parts)
     else:
-        mean = total / weight  # and the gradients are means already
-    # A stored dtype may be too narrow for the sum, but holds the mean as well as it holds the parameter.
-    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, loss.params)
-    return mean, aux, back(grads, loss.params), state
+        last_carry, aux = step(first_carry, parts)
+    total, (gradients, copy_sums), state, weight = last_carry
+    return Sums(total, weight, gradients, copy_sums, aux, state)
+
+
+def gradient_dtype(stored: np.dtype, requested: DTypeLike | None) -> DTypeLike:
+    """Returns the dtype of a gradient; `requested` is for parameters that are real floats."""
+    if requested is None or not is_real_float(stored):
+        return stored
+    return requested
 
 
 def _check_taken(available: Copies, stored: Sequence[jax.Array], names: Sequence[str], model: str) -> None:
@@ -398,7 +449,7 @@ def _check_taken(available: Copies, stored: Sequence[jax.Array], names: Sequence
         _check_unused(unused, len(names), available.missed, model)
 
 
-def _with_reduced_copies(grads: PyTree, once: GatheredOnce, reduced: Sequence[jax.Array]) -> PyTree:
+def with_reduced_copies(grads: PyTree, once: GatheredOnce, reduced: Sequence[jax.Array]) -> PyTree:
     """Returns the gradients of parameters, with those of their copies added."""
     # Both are parts of one gradient: a loss may use a parameter outside of the model as well, as a penalty does.
     leaves, tree = jax.tree.flatten(grads)

@@ -53,7 +53,8 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
     num_operands = len(call.operands)
     copies = region.copies(avals[num_operands:]) or {}
     num_taken = num_operands + len(copies)
-    execution = _Execution(call, all_resolved(call.operands), copies)
+    operands = _entering(all_resolved(call.operands), avals[:num_operands], call.program.jaxpr.in_avals)
+    execution = _Execution(call, operands, copies)
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
         return execution.run(*arrays[:num_taken])
@@ -63,6 +64,19 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
     if call.returns_copies and execution.kept:
         region.gathered.append(Gathered(tuple(jaxpr.out_avals[num_results:]), execution.kept))
     return Partition(jaxpr, tuple(execution.leaving))
+
+
+def _entering(
+    crossings: Sequence[Crossing], avals: Sequence[ShapedArray], inside: Sequence[ShapedArray]
+) -> list[Crossing]:
+    """Returns how operands enter, given their types outside and in the program."""
+    # Backward in a loop under a map is staged for one row, before it is mapped, while its forward is mapped already and
+    # has kept no piece for each device: it returned what the program returns. Taken for pieces, its rows would be.
+    entering = []
+    for crossing, aval, inner_aval in zip(crossings, avals, inside, strict=True):
+        is_plain = crossing.is_own and aval.ndim == inner_aval.ndim
+        entering.append(Crossing(None) if is_plain else crossing)
+    return entering
 
 
 class _Execution:

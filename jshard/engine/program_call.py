@@ -82,8 +82,14 @@ class ProgramCall(abc.ABC):
         return outs
 
     @abc.abstractmethod
-    def mapped(self, size: int, is_mapped: tuple[bool, ...]) -> "MappedCall":
-        """Returns the call over one more dim, the first of some of the program's operands."""
+    def mapped(self, size: int, is_mapped: tuple[bool, ...], *, takes_copies: bool) -> "MappedCall":
+        """Returns the call over one more dim, the first of some of the program's operands.
+
+        Args:
+            size: of the dim.
+            is_mapped: for each operand of the program, whether it has the dim.
+            takes_copies: whether the call gets the copies that the one before it would get.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -294,10 +300,12 @@ def batch_rule(
     size = mapped_size(operands, dims)
     rows_first = [_with_rows_first(x, dim) for x, dim in zip(operands, dims, strict=True)]
     copies = rows_first[num_operands:]
-    if any(is_mapped[num_operands:]):
-        copies = []  # a copy for each row is no copy of the parameter: it is gathered again
+    # A copy for each row is no copy of the parameter: it is gathered again.
+    takes_copies = not any(is_mapped[num_operands:])
+    if not takes_copies:
+        copies = []
 
-    mapped = call.mapped(size, tuple(is_mapped[:num_operands]))
+    mapped = call.mapped(size, tuple(is_mapped[:num_operands]), takes_copies=takes_copies)
     outs = mapped.call.bind([*mapped.enter(rows_first[:num_operands]), *copies])
     num_results = len(mapped.is_mapped)
     results = mapped.leave(outs[:num_results])

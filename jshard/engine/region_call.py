@@ -253,12 +253,13 @@ class RegionCall(ProgramCall):
         aval = self.program.jaxpr.out_avals[position]
         return _guessed(self.region, aval.shape)
 
-    def mapped(self, size: int, is_mapped: tuple[bool, ...]) -> "MappedRegionCall":
+    def mapped(self, size: int, is_mapped: tuple[bool, ...], *, takes_copies: bool) -> "MappedRegionCall":
         """Returns the call over one more dim.
 
         The dim is the batch if it splits over the data shards and examples have it: a model of one example, mapped, is
         split like a batched one. Otherwise, as for the rows of a Jacobian, the batch is the one that it was.
         """
+        del takes_copies  # the program has none: copies among the operands are a matter of its partition
         region = self.region
         # Parameters alone may be mapped, as in an ensemble; their number is no batch beside that of the examples.
         divides = size % data_degree(region.mesh) == 0

@@ -240,22 +240,30 @@ class UnitCall(ProgramCall):
             wrt=(False,) * len(owners),
         )
 
-    def mapped(self, size: int, is_mapped: tuple[bool, ...]) -> MappedCall:
+    def mapped(self, size: int, is_mapped: tuple[bool, ...], *, takes_copies: bool) -> MappedCall:
         """Returns the unit over all rows; it stays a unit."""
+        program, is_mapped_result = mapped_program(self.program.jaxpr, size, is_mapped)
         # Both of its programs are mapped: the one that runs, with copies, and the one without, which is differentiated.
-        num_copies = len(self.jaxpr.in_avals) - len(is_mapped)
-        jaxpr, is_mapped_result = mapped_program(self.jaxpr, size, (*is_mapped, *[False] * num_copies))
-        program = jaxpr
-        if self.jaxpr is not self.program.jaxpr:
-            program, _ = mapped_program(self.program.jaxpr, size, is_mapped)
+        # Without copies they are one: a program that still took or returned some would not fit its operands.
+        has_copies = takes_copies and not self._maps_what_it_keeps(is_mapped)
+        jaxpr = program
+        if has_copies and self.jaxpr is not self.program.jaxpr:
+            num_copies = len(self.jaxpr.in_avals) - len(is_mapped)
+            jaxpr, _ = mapped_program(self.jaxpr, size, (*is_mapped, *[False] * num_copies))
         call = dataclasses.replace(
             self,
             program=Program(program, self.program.num_params, remat=self.program.remat),
             jaxpr=jaxpr,
+            out_dtypes=self.out_dtypes[: len(jaxpr.out_avals)],
+            num_kept=self.num_kept if has_copies else 0,
             adjoint=None,
         )
-        num_results = len(program.out_avals)
-        return MappedCall(call, is_mapped_result[:num_results])
+        return MappedCall(call, is_mapped_result)
+
+    def _maps_what_it_keeps(self, is_mapped: Sequence[bool]) -> bool:
+        """Returns whether it would return copies of mapped parameters, which are no stored shards any more."""
+        own = picked(self.is_own_param, is_mapped[: len(self.owners)])
+        return self.returns_copies and any(own)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -186,7 +186,7 @@ def audit(
         plan: its plan.
         memory: bytes of one device, for a program that is given as text.
         accumulate: as in `js.value_and_grad`; the plan is multiplied by it.
-        sync: as in `js.value_and_grad`.
+        sync: as in `js.value_and_grad`; with `"none"` no gradient is expected to be reduced.
 
     Returns:
         An `Audit`: print it, show it in a notebook, take its JSON, or look at `differences`.

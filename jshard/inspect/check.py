@@ -13,6 +13,7 @@ from flax import nnx
 
 from jshard._types import PyTree
 from jshard.api.gradients import value_and_grad
+from jshard.api.reduce_gradients import reduce_gradients
 from jshard.engine.accumulate import microbatches
 from jshard.engine.border import arrays_of, opened
 from jshard.engine.context import global_view, without_update
@@ -92,7 +93,7 @@ def check(
             `loss_fn(variables, ...)`.
         accumulate: number of microbatches. Above 1, `js.value_and_grad` with these microbatches is compared with
             means over the same ones, each in global view, summed in double precision; `args` are the batch.
-        sync: as in `js.value_and_grad`.
+        sync: as in `js.value_and_grad`; with `"none"` the sums are reduced by `js.reduce_gradients`.
         tolerance: largest allowed difference, relative to the largest element of an array.
         **kwargs: keyword arguments of the call.
 
@@ -198,6 +199,7 @@ def _nnx_call(
         live = nnx.merge(graphdef, params, state, copy=True)
         trained = nnx.All(nnx.Param, _is_trained)
         value, grads = value_and_grad(loss, accumulate=steps, sync=sync, wrt=trained)(live, *args)
+        grads = reduce_gradients(model, grads) if sync == "none" else grads
         return value, _by_path(grads), nnx.state(live, nnx.Not(nnx.Param))
 
     where = f"{plain_class(model).__name__}: {getattr(loss_fn, '__name__', '__call__')}"
@@ -238,6 +240,7 @@ def _linen_call(
         are_all_trained = all(map(has_gradient, jax.tree.leaves(params)))
         trained = nnx.Param if are_all_trained else _is_trained
         value, grads = value_and_grad(loss, model=model, accumulate=steps, sync=sync, wrt=trained)(params, *args)
+        grads = reduce_gradients(model, grads) if sync == "none" else grads
         return value, _by_path(grads), {}
 
     where = f"{type(model).__name__}: {getattr(loss_fn, '__name__', 'apply')}"

@@ -223,7 +223,10 @@ def memory_table(memory: Memory) -> FittedTable:
 
 def traffic_table(traffic: Sequence[Traffic], plan: ShardPlan) -> FittedTable:
     """Returns the collectives of a step; P is the size of the gathered parameters."""
-    caption = 'accumulate=N with sync="each": N times as much; with sync="last": one gather and one reduction.'
+    caption = (
+        'accumulate=N with sync="each": N times as much; with sync="last": one gather and one reduction;'
+        ' with sync="none": one gather.'
+    )
     columns = ("collective", "over", "dtype?", "arrays>", "in P>", "sent>", "for")
     table = made_table("Communication of one forward and backward pass, per device", *columns, caption=caption)
     parameter_bytes = plan.gathered_part.logical_bytes or 1  # a model without parameters sends nothing

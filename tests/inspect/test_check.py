@@ -276,7 +276,7 @@ def test_complex_results_and_parameters_without_gradients_are_compared():
     assert report.worst < 1e-4
 
 
-@pytest.mark.parametrize("sync", ["each", "last"])
+@pytest.mark.parametrize("sync", ["each", "last", "none"])
 def test_accumulation_is_compared_with_means_over_microbatches(sync):
     loss_fn = lambda model, x: (jnp.abs(model(x)) ** 2).mean()
     report = js.check(everything(), X, loss_fn=loss_fn, accumulate=3, sync=sync)

@@ -16,7 +16,7 @@ from jshard.inspect.communication.attribution import (
     without_mixing,
 )
 from jshard.inspect.communication.joined_gathers import JoinedGathers
-from jshard.inspect.communication.planned import BACKWARD, CollectiveKind, traffic_of
+from jshard.inspect.communication.planned import BACKWARD, GRADIENTS, CollectiveKind, traffic_of
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
@@ -160,10 +160,12 @@ def _amounts(windows: Iterable[Window], plan: ShardPlan, accumulate: int, sync: 
         compiled = amounts[CollectiveKind.of(window)].compiled
         for dtype, size in window.sizes:
             compiled[dtype] += size / item_bytes(dtype) * window.executions
-    num_passes = accumulate if sync == "each" else 1  # with "last" there is one gather and one reduction for all
+    num_passes = accumulate if sync == "each" else 1  # else there is one gather and at most one reduction for all
     for traffic in traffic_of(plan):
-        if sync == "last" and traffic.purpose.startswith(BACKWARD):
+        if sync != "each" and traffic.purpose.startswith(BACKWARD):
             continue  # gathered once, for all microbatches
+        if sync == "none" and traffic.purpose.startswith(GRADIENTS):
+            continue  # reduced by `js.reduce_gradients`, in another program
         kind = CollectiveKind(traffic.kind, traffic.axes, traffic.group_size)
         elements = traffic.full_bytes / jnp.dtype(traffic.dtype).itemsize  # a plan counts a byte for 4-bit integers
         amounts[kind].planned[hlo_dtype(traffic.dtype)] += elements * num_passes

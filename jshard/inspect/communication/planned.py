@@ -17,6 +17,9 @@ from jshard.plans.plan import LeafPlan, ShardPlan
 FORWARD = "parameters for forward"
 BACKWARD = "parameters for backward"
 
+GRADIENTS = "gradients"
+"""How the purposes of all reductions begin."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
