@@ -483,6 +483,12 @@ ERRORS: dict[str, Callable[[], object]] = {
     "MixedPrecision: not floating": lambda: js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="int8"),
     "MixedPrecision: not in 8 bits": lambda: js.MixedPrecision(gather_dtype="bfloat16"),
     "MixedPrecision: no narrower wire": lambda: js.MixedPrecision(param_dtype="bfloat16", wire_dtype="bfloat16"),
+    "MixedPrecision: no such wire": lambda: js.MixedPrecision(wire_dtype="int8_blocks"),
+    "register_wire: twice": lambda: js.register_wire("float8_e4m3fn", pack=lambda x, dim: (x,), unpack=print),
+    "fully_shard: a wire that does not fit": lambda: shard(
+        linear(), mixed_precision=js.MixedPrecision(gather_dtype="whole_rows")
+    ),
+    "plan: a wire that is not registered": plan_without_its_wire,
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),
     "optimizer: padded parameters": lambda: nnx.grad(lambda model, x: model(x).mean())(
         shard(Odd(8, nnx.Rngs(0)), shard_dim=0), X[:, :61]

@@ -1,0 +1,202 @@
+"""A wire from outside the package: int8 in blocks, within its bounds and in the bytes that are planned."""
+
+import collections
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard.engine import gathers, gradient_sums
+from jshard.engine.rules import Shard, Value
+from jshard.inspect.communication import traffic_of
+from jshard.plans import plan as plans
+from jshard.plans import wires
+from jshard.plans.placement import Placement, PlacementPolicy, place
+from tests.engine.test_wire import BATCH, CONFIG, grads_of, on_shards, plain, quantised, sharded
+from tests.helpers import compile_to_read, loss_fn
+from tests.parity import flat
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "numerics.md"
+(QUANTISER,) = re.findall(r"^```python\n(def pack.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def int8_blocks():
+    """The quantiser of the page."""
+    before = dict(wires.REGISTERED)
+    exec(QUANTISER, {"jax": jax, "jnp": jnp, "js": js})
+    yield wires.REGISTERED["int8_blocks"]
+    wires.REGISTERED.clear()
+    wires.REGISTERED.update(before)
+    jax.clear_caches()
+
+
+def precision(**settings: Any) -> js.MixedPrecision:
+    both = {"reduce_dtype": "float32", "gather_dtype": "int8_blocks", "wire_dtype": "int8_blocks"}
+    return js.MixedPrecision(**both | settings)
+
+
+def placement(shape: tuple[int, ...], *, stacked: int = 0, hosts: int = 1, shard_dim: int | None = None) -> Placement:
+    policy = PlacementPolicy(stacked=stacked, min_size=0, shard_dim=shard_dim)
+    return place("kernel", shape, "float32", (), {"replica": 1, "fsdp": 8}, policy, precision(), hosts=hosts)
+
+
+def largest_of_blocks(x: np.ndarray, dim: int) -> np.ndarray:
+    """The largest absolute value of the block of each element: 32 values across a dim of each matrix."""
+    across = x.ndim - 1 if dim == x.ndim - 2 else x.ndim - 2
+    largest = np.empty_like(x)
+    for start in range(0, x.shape[across], 32):
+        block = [slice(None)] * x.ndim
+        block[across] = slice(start, start + 32)
+        largest[tuple(block)] = np.abs(x[tuple(block)]).max(across, keepdims=True)
+    return largest
+
+
+def test_the_quantiser_of_the_page_is_short():
+    lines = [line for line in QUANTISER.splitlines() if line and not line.startswith("js.")]
+    assert len(lines) <= 20
+
+
+# ---- gathers
+
+GATHERED = [((64, 40), 0, None), ((40, 64), 0, None), ((3, 64, 40), 1, 1), ((3, 40, 64), 1, 2), ((41, 576), 0, 0)]
+
+
+@pytest.mark.parametrize(("shape", "stacked", "shard_dim"), GATHERED)
+def test_a_gathered_matrix_is_off_by_no_more_than_its_blocks_allow(shape, stacked, shard_dim):
+    stored = placement(shape, stacked=stacked, shard_dim=shard_dim)
+    assert stored.gather_wire == "int8_blocks"
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x[..., 0, 0], x[..., -1, :] = 1e4, 0.0
+    padded = jnp.pad(x, [(0, m - n) for n, m in zip(shape, stored.stored_shape, strict=True)])
+    result = on_shards(
+        lambda x: gathers.gather(Value(x, Shard(stored)), jnp.float32), padded, ins=stored.partition_spec, out=P()
+    )
+    error = np.abs(np.asarray(result, np.float64) - x)
+    bound = largest_of_blocks(x, stored.dim) / 254
+    assert (error <= bound * (1 + 1e-5)).all()
+    assert (error > bound / 2).any()  # that it is rounded at all
+
+
+DEGREES = [{"replica": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "expert": 2}, {"fsdp": 4, "context": 2}]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("degrees", [{}, *DEGREES], ids=str)
+def test_a_model_computes_with_what_was_rounded_and_gradients_are_of_that(degrees, scanned):
+    config = dataclasses.replace(CONFIG, scanned=scanned)
+    model, rounded = sharded(js.MixedPrecision(gather_dtype="int8_blocks"), config, **degrees), plain(config)
+    quantised(rounded, js.plan(model))
+    (loss, grads), (rounded_loss, rounded_grads) = grads_of(model, *BATCH), grads_of(rounded, *BATCH)
+    assert float(loss) == pytest.approx(float(rounded_loss), rel=1e-6)
+    exact = float(grads_of(plain(config), *BATCH)[0])
+    assert abs(float(rounded_loss) - exact) > 1e-5  # the rounding is seen
+    for path, x in flat(rounded_grads).items():
+        np.testing.assert_allclose(flat(grads)[path], x, atol=2e-6 * np.abs(x).max(), err_msg=path)
+
+
+def test_pieces_of_a_gathered_copy_are_sent_as_it_is():
+    model = sharded(precision())
+    again = js.fully_shard(
+        plain(), units="blocks/*", mesh=js.mesh(), mixed_precision=precision(), reshard_after_forward=4
+    )
+    (loss, grads), (same_loss, same_grads) = grads_of(again, *BATCH), grads_of(model, *BATCH)
+    assert float(loss) == pytest.approx(float(same_loss), rel=1e-6)
+    for path, x in flat(same_grads).items():
+        np.testing.assert_allclose(flat(grads)[path], x, atol=1e-5 * np.abs(x).max(), err_msg=path)
+    sent = {t.dtype for t in traffic_of(js.plan(again)) if t.kind == "all-gather" and t.group_size == 4}
+    assert sent == {"float32"}
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 8])
+@pytest.mark.parametrize(("shape", "stacked", "shard_dim"), GATHERED)
+def test_a_sum_is_off_by_no_more_than_the_blocks_of_its_parts_allow(hosts, shape, stacked, shard_dim):
+    stored = placement(shape, stacked=stacked, hosts=hosts, shard_dim=shard_dim)
+    parts = np.random.default_rng(1).normal(size=(8, *shape)).astype(np.float32)
+    result = on_shards(
+        lambda x: gradient_sums.reduce_scatter(x[0], stored, js.mesh(fsdp=8)),
+        parts,
+        ins=P("fsdp"),
+        out=stored.partition_spec,
+    )
+    rows = tuple(slice(0, size) for size in shape)
+    exact = parts.astype(np.float64).sum(0)
+    error = np.abs(np.asarray(result, np.float64)[rows] - exact)
+    bound = sum(largest_of_blocks(part, stored.dim) for part in parts) / 254
+    if 1 < hosts < 8:  # sums of a host are rounded once more; they hold no more than the sum of their parts
+        of_hosts = (np.abs(parts).reshape(hosts, -1, *shape)).sum(1)
+        bound = bound + sum(largest_of_blocks(part, stored.dim) for part in of_hosts) * (1 + 1 / 127) / 254
+    assert (error <= bound * (1 + 1e-5)).all()
+    assert (error > bound / 10).any()  # that it is rounded at all
+
+
+def bounds_of_gradients(plan: Any, num_shards: int) -> dict[str, np.ndarray]:
+    """The sum over the data shards' parts of the largest value of a block over 254, by parameter of the wire."""
+    bounds: dict[str, np.ndarray] = collections.defaultdict(float)
+    dims = {leaf.path: leaf.placement.dim for leaf in plan.leaves if leaf.placement.reduce_wire}
+    for rows in zip(*(np.split(x, num_shards) for x in BATCH), strict=True):
+        _, part = grads_of(plain(), *rows)
+        for path, x in flat(part).items():
+            name = path.replace(".", "/")
+            if name in dims:
+                bounds[path] += largest_of_blocks(np.asarray(x) / num_shards, dims[name]) / 254
+    return bounds
+
+
+@pytest.mark.parametrize("sync", ["", "each", "last"])
+@pytest.mark.parametrize("degrees", [{}, *DEGREES], ids=str)
+def test_gradients_of_a_model_are_those_of_float32_within_the_bound(degrees, sync):
+    model = sharded(js.MixedPrecision(reduce_dtype="float32", wire_dtype="int8_blocks"), **degrees)
+    run = grads_of
+    if sync:
+        run = nnx.jit(lambda model, *batch: js.value_and_grad(loss_fn, accumulate=2, sync=sync)(model, *batch))
+    loss, grads = run(model, *BATCH)
+    exact_loss, exact = grads_of(plain(), *BATCH)
+    assert float(loss) == pytest.approx(float(exact_loss), rel=1e-6)
+    # Parts of more rows hold no more than the sum of those of fewer: with 16 parts the bound is that of any mesh.
+    bounds = bounds_of_gradients(js.plan(model), 16)
+    assert len(bounds) >= 4
+    errors = {path: np.abs(flat(grads)[path] - flat(exact)[path]) for path in bounds}
+    for path, bound in bounds.items():
+        assert (errors[path] <= bound + 2e-6 * np.abs(flat(exact)[path]).max()).all(), path
+    assert max((errors[path] / bounds[path].max()).max() for path in bounds) > 0.02  # that they are rounded at all
+
+
+# ---- what is sent
+
+
+@pytest.mark.parametrize(
+    ("hosts", "degrees", "scanned"),
+    [(1, {}, False), (2, {}, False), (1, {"replica": 2, "fsdp": 4}, False), (1, {"fsdp": 4, "tensor": 2}, False)]
+    + [(1, {"fsdp": 4, "expert": 2}, False), (1, {}, True)],
+    ids=str,
+)
+def test_a_program_sends_the_bytes_that_pack_returns(monkeypatch, hosts, degrees, scanned):
+    monkeypatch.setattr(plans, "hosts_along", lambda mesh, axis: hosts)
+    model = sharded(precision(), dataclasses.replace(CONFIG, scanned=scanned), **degrees)
+    plan = js.plan(model)
+    graphdef, state = nnx.split(model)
+    step = jax.jit(lambda state, *batch: nnx.value_and_grad(loss_fn)(nnx.merge(graphdef, state), *batch))
+    audit = js.audit(compile_to_read(step.lower(state, *BATCH)), plan=plan)
+    assert audit.ok, audit
+    compiled, planned = collections.Counter(), collections.Counter()
+    for row in audit.rows:
+        compiled[row.kind, row.group_size, row.dtype] += row.full_bytes
+    for traffic in traffic_of(plan):
+        planned[traffic.kind, traffic.group_size, traffic.dtype] += traffic.full_bytes
+    exchanges = {key: size for key, size in planned.items() if key[0] == "all-to-all"}
+    assert {dtype for _, _, dtype in exchanges} == {"int8", "float32"}
+    for (kind, group_size, dtype), size in exchanges.items():
+        assert compiled[kind, group_size, {"int8": "s8", "float32": "f32"}[dtype]] == size
+    print(audit)
