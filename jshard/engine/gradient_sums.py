@@ -135,7 +135,8 @@ def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement, layer_dims:
     """Runs the reduce-scatter whose parts are sent over a wire, and summed in the dtype of the array: as all-to-alls.
 
     The part for each destination is packed, sent and unpacked for itself. Over several hosts, parts are summed within
-    each host first, so that only parts of host sums are sent between them. `dim` becomes one dim for each exchange, the last exchange first, and what stays:
+    each host first, so that only parts of host sums are sent between them. `dim` becomes one dim for each exchange, the
+    last exchange first, and what stays:
 
         8 devices on 2 hosts, (40,)  ->  (2 hosts, 4 devices of a host, 5)
     """

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
 from jshard.plans.remat import NONE, Remat, check_remat
-from jshard.plans.wires import registered_names
+from jshard.plans.wires import registered_names, wire_named
 
 Fallback = Literal["warn", "error"]
 
@@ -121,6 +121,8 @@ def _checked_dtype(field: str, value: DTypeLike) -> str:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
+        if field in _FIELDS_OF_WIRES and isinstance(value, str):
+            return wire_named(value).name  # raises: there is none
         dtype = jnp.dtype(bool)  # no dtype at all: refused below like any dtype that is not floating
     if field in _FIELDS_OF_WIRES and dtype.name in wires:
         return dtype.name

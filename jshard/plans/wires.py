@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -132,13 +132,16 @@ def register_wire(name: str, *, pack: Pack, unpack: Unpack, replace: bool = Fals
     wire = Wire(name, pack, unpack)
     if REGISTERED.get(name) == wire:
         return  # a module that is imported again
-    if _is_dtype(name) or (name in REGISTERED and not replace):
+    is_dtype = _is_dtype(name)
+    if is_dtype or (name in REGISTERED and not replace):
+        do = f'js.register_wire("my_{name}", pack=pack, unpack=unpack)'
+        if not is_dtype:
+            do += "\nor, if this is the same wire again: js.register_wire(..., replace=True)"
         raise AnnotationError(
             "There is a wire or a dtype of this name.",
             where=f"register_wire({name!r})",
             why=f"registered wires: {', '.join(REGISTERED)}; the name of a dtype stands for a cast to it.",
-            do=f'js.register_wire("my_{name}", pack=pack, unpack=unpack)\n'
-            "or, if this is the same wire again: js.register_wire(..., replace=True)",
+            do=do,
         )
     if name in REGISTERED:
         # Programs hold the functions that they were traced with, and are found again by the name.
@@ -220,75 +223,90 @@ for _name in ("float8_e4m3fn", "float8_e5m2"):
 # ---- checks
 
 
-def check_wire(
-    name: str, path: str, shape: tuple[int, ...], dtype: DTypeLike, dim: int, num_shards: int, result_dtype: DTypeLike
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What is sent over a wire: shards of a type, along a dim.
+
+    Attributes:
+        shape: of the shard of one layer.
+        dtype: of the shard, and of what is unpacked.
+        dim: the sharded dim.
+        num_shards: how many are unpacked together.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    dim: int
+    num_shards: int
+
+    def gathered(self, array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Returns the type of an array of each of the shards, gathered."""
+        shape = list(array.shape)
+        shape[self.dim] *= self.num_shards
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+
+
+def check_wire(name: str, sent: Sent, *, field: str, path: str) -> None:
     """Raises AnnotationError unless the functions of a wire fit together for the shards of a parameter.
 
     By types alone: later, in a traced program, a wrong shape would be an error that names neither.
 
     Args:
         name: of the wire.
+        sent: what is sent over it.
+        field: of `js.MixedPrecision`, which names it.
         path: of the parameter.
-        shape: of the shard of one layer.
-        dtype: of the shard.
-        dim: its sharded dim.
-        num_shards: how many are unpacked together.
-        result_dtype: in which they are unpacked.
     """
-    wire = wire_named(name)
-    fault = _fault(wire, shape, jnp.dtype(dtype), dim, num_shards, jnp.dtype(result_dtype))
+    fault = _fault(wire_named(name), sent)
     if fault:
         raise AnnotationError(
             f"The wire {name!r} does not fit a parameter.",
-            where=f"{path}  shard {shape} {jnp.dtype(dtype).name}, dim {dim}",
+            where=f"{path}  shard {sent.shape} {sent.dtype}, dim {sent.dim}",
             why=fault,
-            do=f"correct it, or leave the parameter out: js.MixedPrecision(..., keep=({path!r},))",
+            do=f"correct it, or leave the parameter out: js.MixedPrecision({field}={name!r}, keep=({path!r},))",
         )
 
 
 @functools.lru_cache(maxsize=4096)
-def _fault(
-    wire: Wire, shape: tuple[int, ...], dtype: jnp.dtype, dim: int, num_shards: int, result_dtype: jnp.dtype
-) -> str:
-    """Returns what is wrong with the functions of a wire for shards of a type; empty if nothing is."""
-    shard = jax.ShapeDtypeStruct(shape, dtype)
+def _fault(wire: Wire, sent: Sent) -> str:
+    """Returns what is wrong with the functions of a wire for some shards; empty if nothing is."""
+    shard = jax.ShapeDtypeStruct(sent.shape, sent.dtype)
+    call = f"pack(shard, {sent.dim})"
     try:
-        packed = jax.eval_shape(lambda x: wire.pack(x, dim), shard)
+        packed = jax.eval_shape(lambda x: wire.pack(x, sent.dim), shard)
     except Exception as error:
-        return f"pack(shard, {dim}) raised {type(error).__name__}: {error}"
-    if not isinstance(packed, tuple) or not packed or not all(isinstance(x, jax.ShapeDtypeStruct) for x in packed):
-        return f"pack(shard, {dim}) returned {_described(packed)}, which is no tuple of arrays."
+        return f"{call} raised {type(error).__name__}: {error}"
+    if not _is_tuple_of_arrays(packed):
+        return f"{call} returned {_described(packed)}, which is no tuple of arrays."
     for array in packed:
-        if array.ndim != len(shape) or array.size == 0:
-            return f"pack(shard, {dim}) returned {_described(array)}: it has no part of {len(shape)} dims to gather."
+        if array.ndim != shard.ndim or array.size == 0:
+            return f"{call} returned {_described(array)}: it has no part of {shard.ndim} dims to gather."
         if array.dtype in TOO_NARROW_TO_GATHER:
-            return f"pack(shard, {dim}) returned {_described(array)}: numbers of 2 bits are not sent. Put 4 in a uint8."
+            return f"{call} returned {_described(array)}: numbers of 2 bits are not sent. Put 4 in a uint8."
 
-    gathered = tuple(jax.ShapeDtypeStruct(_times(x.shape, dim, num_shards), x.dtype) for x in packed)
+    target = sent.gathered(shard)
+    gathered = tuple(sent.gathered(array) for array in packed)
+    call = f"unpack(arrays, {sent.dim}, {sent.dtype})"
     try:
-        result = jax.eval_shape(lambda arrays: wire.unpack(arrays, dim, result_dtype), gathered)
+        result = jax.eval_shape(lambda arrays: wire.unpack(arrays, sent.dim, target.dtype), gathered)
     except Exception as error:
-        return f"unpack(arrays, {dim}, {result_dtype.name}) raised {type(error).__name__}: {error}"
-    target = jax.ShapeDtypeStruct(_times(shape, dim, num_shards), result_dtype)
-    if not isinstance(result, jax.ShapeDtypeStruct) or (result.shape, result.dtype) != (target.shape, target.dtype):
-        return (
-            f"unpack(arrays, {dim}, {result_dtype.name}) of {num_shards} shards returned {_described(result)},"
-            f" not {_described(target)}."
-        )
+        return f"{call} raised {type(error).__name__}: {error}"
+    if _described(result) != _described(target):
+        return f"{call} of {sent.num_shards} shards returned {_described(result)}, not {_described(target)}."
     return ""
 
 
-def _times(shape: tuple[int, ...], dim: int, num_shards: int) -> tuple[int, ...]:
-    """Returns the shape of several arrays in one, along a dim."""
-    return (*shape[:dim], shape[dim] * num_shards, *shape[dim + 1 :])
+def _is_tuple_of_arrays(value: object) -> TypeGuard[Types]:
+    if not isinstance(value, tuple) or not value:
+        return False
+    return all(isinstance(array, jax.ShapeDtypeStruct) for array in value)
 
 
-def _described(value: object) -> str:
+def _described(value: Any) -> str:
     """Returns `int8 (8, 4)` of an array, and the class of another object."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return f"{value.dtype.name} {value.shape}"
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple | list):
         described = ", ".join(map(_described, value))
         return f"a {type(value).__name__} ({described})"
     return f"a {type(value).__name__}"
