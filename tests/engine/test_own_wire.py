@@ -31,7 +31,7 @@ from tests.helpers import compile_to_read, loss_fn
 from tests.parity import flat
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "numerics.md"
-(QUANTISER,) = re.findall(r"^```python\n(def pack.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+(QUANTISER,) = re.findall(r"^```python\n(def largest_other_dim.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
