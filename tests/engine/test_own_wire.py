@@ -233,6 +233,53 @@ def test_vectors_and_what_is_kept_are_sent_without_the_wire():
             assert names == (("int8_blocks",) * 2 if is_packed else ("", "")), leaf.path
 
 
+def test_a_sharded_vector_is_sent_without_the_wire():
+    policy = PlacementPolicy(min_size=0)
+    bias = place("bias", (64,), "float32", (), {"replica": 1, "fsdp": 8}, policy, precision())
+    assert (bias.dim, bias.gather_wire, bias.reduce_wire) == (0, "", "")
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("degrees", [{}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_the_functions_see_one_layer_of_one_shard(degrees, scanned):
+    shapes = set()
+
+    def pack(shard: jax.Array, dim: int) -> tuple[jax.Array, ...]:
+        shapes.add((shard.shape, dim))
+        return (shard,)
+
+    js.register_wire("seen", pack=pack, unpack=first)
+    policy = js.MixedPrecision(reduce_dtype="float32", gather_dtype="seen", wire_dtype="seen")
+    config = dataclasses.replace(CONFIG, scanned=scanned)
+    model = sharded(policy, config, **degrees)
+    layers = [leaf.placement for leaf in js.plan(model).leaves if leaf.placement.gather_wire]
+    planned = {(layer.shard_of_layer(dict(js.plan(model).mesh)), layer.dim_of_layer) for layer in layers}
+    shapes.clear()
+    grads_of.lower(model, *BATCH)
+    assert shapes == planned
+
+
+def test_the_functions_see_one_layer_of_a_stack_that_is_sent_at_once():
+    shapes = set()
+
+    def pack(shard: jax.Array, dim: int) -> tuple[jax.Array, ...]:
+        shapes.add((shard.shape, dim))
+        return (shard,)
+
+    js.register_wire("int8_blocks", pack=pack, unpack=first, replace=True)
+    stored = placement((3, 64, 40), stacked=1, hosts=2)
+    stack = np.random.default_rng(2).normal(size=(3, 64, 40)).astype(np.float32)
+
+    def there_and_back(x: jax.Array) -> jax.Array:
+        whole = gathers.gather(Value(x, Shard(stored)), jnp.float32)
+        return gradient_sums.reduce_scatter(whole, stored, js.mesh(fsdp=8))
+
+    shapes.clear()
+    result = on_shards(there_and_back, stack, ins=stored.partition_spec, out=stored.partition_spec)
+    assert shapes == {((8, 40), 0)}
+    np.testing.assert_allclose(result, 8 * stack, rtol=1e-6)
+
+
 def test_a_plan_holds_the_name_and_is_read_back():
     plan = js.plan(sharded(precision()))
     assert js.ShardPlan.from_json(plan.to_json()) == plan
