@@ -29,6 +29,7 @@ from tests import linen_models
 from tests.engine.test_wire import BATCH, CONFIG, apart, grads_of, on_shards, plain, quantised, sharded
 from tests.helpers import compile_to_read, loss_fn
 from tests.parity import flat
+from tests.wide import wide
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "numerics.md"
 (QUANTISER,) = re.findall(r"^```python\n(def largest_other_dim.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -95,8 +96,11 @@ def test_a_gathered_matrix_is_off_by_no_more_than_its_blocks_allow(shape, stacke
 DEGREES = [{"replica": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "expert": 2}, {"fsdp": 4, "context": 2}]
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("degrees", [{}, *DEGREES], ids=str)
+ROUNDED = [({}, False), ({}, True), (DEGREES[1], True), (DEGREES[2], False)]
+MORE_ROUNDED = [wide(degrees, scanned) for degrees in DEGREES for scanned in (False, True)]
+
+
+@pytest.mark.parametrize(("degrees", "scanned"), [*ROUNDED, *MORE_ROUNDED], ids=str)
 def test_a_model_computes_with_what_was_rounded_and_gradients_are_of_that(degrees, scanned):
     config = dataclasses.replace(CONFIG, scanned=scanned)
     model, rounded = sharded(js.MixedPrecision(gather_dtype="int8_blocks"), config, **degrees), plain(config)
@@ -149,7 +153,7 @@ def test_a_sum_is_off_by_no_more_than_the_blocks_of_its_parts_allow(hosts, shape
 
 def bounds_of_gradients(plan: Any, num_shards: int) -> dict[str, np.ndarray]:
     """The sum over the data shards' parts of the largest value of a block over 254, by parameter of the wire."""
-    bounds: dict[str, np.ndarray] = collections.defaultdict(float)
+    bounds: dict[str, Any] = collections.defaultdict(float)
     dims = {leaf.path: leaf.placement.dim for leaf in plan.leaves if leaf.placement.reduce_wire}
     for rows in zip(*(np.split(x, num_shards) for x in BATCH), strict=True):
         _, part = grads_of(plain(), *rows)
@@ -160,8 +164,11 @@ def bounds_of_gradients(plan: Any, num_shards: int) -> dict[str, np.ndarray]:
     return bounds
 
 
-@pytest.mark.parametrize("sync", ["", "each", "last"])
-@pytest.mark.parametrize("degrees", [{}, *DEGREES], ids=str)
+SUMMED = [({}, ""), ({}, "last"), (DEGREES[0], "each"), (DEGREES[1], "last"), (DEGREES[2], ""), (DEGREES[3], "")]
+MORE_SUMMED = [wide(degrees, sync) for degrees in DEGREES for sync in ("", "each", "last")]
+
+
+@pytest.mark.parametrize(("degrees", "sync"), [*SUMMED, *MORE_SUMMED], ids=str)
 def test_gradients_of_a_model_are_those_of_float32_within_the_bound(degrees, sync):
     model = sharded(js.MixedPrecision(reduce_dtype="float32", wire_dtype="int8_blocks"), **degrees)
     run = grads_of
