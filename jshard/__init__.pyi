@@ -38,5 +38,6 @@ from jshard.plans.placement import PlacementPolicy as PlacementPolicy
 from jshard.plans.plan import ShardPlan as ShardPlan
 from jshard.plans.plan import plan as plan
 from jshard.plans.policies import MixedPrecision as MixedPrecision
+from jshard.plans.wires import register_wire as register_wire
 
 __version__: str

@@ -33,6 +33,8 @@ from jshard.api.revise import revise_layers
 from jshard.engine.created import check_same
 from jshard.engine.rules import PRIMITIVES
 from jshard.errors import MeshError
+from jshard.inspect.communication import traffic_of
+from jshard.plans import wires
 from jshard.plans.make_mesh import _in_torus
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
@@ -202,6 +204,19 @@ def forget_the_root():
     model = Model(lambda model, x: x, nnx.Rngs(0))
     shard(model.inner)
     js.plan(model)
+
+
+def planned_with_wire(pack):
+    """A plan with a wire that is no longer registered."""
+    js.register_wire("rows", pack=pack, unpack=lambda arrays, dim, dtype: arrays[0].astype(dtype))
+    try:
+        return js.plan(shard(linear(), mixed_precision=js.MixedPrecision(gather_dtype="rows")))
+    finally:
+        del wires.REGISTERED["rows"]
+
+
+def plan_without_its_wire():
+    traffic_of(planned_with_wire(lambda shard, dim: (shard,)))
 
 
 def call_in_a_shard_map():
@@ -493,6 +508,10 @@ ERRORS: dict[str, Callable[[], object]] = {
     "MixedPrecision: not floating": lambda: js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="int8"),
     "MixedPrecision: not in 8 bits": lambda: js.MixedPrecision(gather_dtype="bfloat16"),
     "MixedPrecision: no narrower wire": lambda: js.MixedPrecision(param_dtype="bfloat16", wire_dtype="bfloat16"),
+    "MixedPrecision: no such wire": lambda: js.MixedPrecision(wire_dtype="int8_blocks"),
+    "register_wire: twice": lambda: js.register_wire("float8_e4m3fn", pack=lambda x, dim: (x,), unpack=print),
+    "fully_shard: a wire that does not fit": lambda: planned_with_wire(lambda shard, dim: (shard.ravel(),)),
+    "plan: a wire that is not registered": plan_without_its_wire,
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),
     "optimizer: padded parameters": lambda: nnx.grad(lambda model, x: model(x).mean())(
         shard(Odd(8, nnx.Rngs(0)), shard_dim=0), X[:, :61]

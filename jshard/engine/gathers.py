@@ -15,17 +15,16 @@ from jshard.engine.stored import (
     Collective,
     beside_automatic_axes,
     fused_over_inner_axes,
+    num_layer_dims,
     shard_dim,
     without_padding,
 )
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import FSDP
+from jshard.plans.wires import TOO_NARROW_TO_GATHER, Wire, wire_named
 
 LATENCY_BOUND_BYTES = 4 * 2**20
 """Smaller gathers take about the time that a collective needs to start."""
-
-# XLA:CPU writes beyond the end of what it gathers of these.
-_TOO_NARROW_TO_GATHER = (jnp.int2, jnp.uint2)
 
 
 def gather(value: Value, dtype: DTypeLike | None = None) -> jax.Array:
@@ -38,13 +37,13 @@ def gather(value: Value, dtype: DTypeLike | None = None) -> jax.Array:
     dim = shard_dim(x, placement)
     if dim is None:
         return x
-    if x.dtype in _TOO_NARROW_TO_GATHER:
+    if x.dtype in TOO_NARROW_TO_GATHER:
         return gather(value.with_array(x.astype(jnp.int8))).astype(x.dtype)
     run = _all_gather(value.shard, dim)
-    is_scaled = placement.gather_wire and not value.shard.pieces and x.dtype == placement.gathered_dtype
-    if is_scaled:
-        num_layer_dims = x.ndim - len(placement.shape) + placement.layer_dims
-        run = _in_8_bits(run, placement.gather_wire, dim, num_layer_dims)
+    # Pieces are of the gathered copy, which has been over the wire.
+    is_packed = placement.gather_wire and not value.shard.pieces and x.dtype == placement.gathered_dtype
+    if is_packed:
+        run = _over_wire(run, wire_named(placement.gather_wire), dim, num_layer_dims(x, placement))
     return without_padding(beside_automatic_axes(run, x, placement)(x), placement)
 
 
@@ -61,44 +60,15 @@ def _all_gather(shard: Shard, dim: int) -> Collective:
     return run
 
 
-def _in_8_bits(send: Collective, wire_dtype: DTypeLike, dim: int, num_layer_dims: int) -> Collective:
-    """Returns a gather that sends codes of 8 bits and their scales."""
+def _over_wire(send: Collective, wire: Wire, dim: int, num_layer_dims: int) -> Collective:
+    """Returns a gather that sends the packed arrays of a shard."""
 
     def run(x: jax.Array) -> jax.Array:
-        codes, scales = scaled(x, wire_dtype, dim, num_layer_dims)
-        return scaled_back(send(codes), send(scales), wire_dtype, x.dtype)
+        packed = wire.packed(x, dim, num_layer_dims=num_layer_dims)
+        received = tuple(send(array) for array in packed)
+        return wire.unpacked(received, dim, x.dtype, num_layer_dims=num_layer_dims)
 
     return run
-
-
-def scaled(x: jax.Array, dtype: DTypeLike, dim: int, num_layer_dims: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Scales each row of an array to the range of a dtype of 8 bits.
-
-    The codes are integers, which no compiler widens: those for CPUs, and for GPUs before Hopper, send such floats in
-    16 bits.
-
-    Args:
-        x: the array.
-        dtype: a float of 8 bits.
-        dim: a row is what has one index of this dim, in each layer.
-        num_layer_dims: the number of leading dims that are layers.
-
-    Returns:
-        The codes, and the scales of the rows.
-    """
-    # Along the sharded dim each row is on one device: so a shard has the scales of its rows without a collective.
-    reduced_dims = tuple(d for d in range(max(num_layer_dims, 0), x.ndim) if d != dim)
-    x = x.astype(jnp.float32)
-    largest = jnp.abs(x).max(reduced_dims, keepdims=True)
-    scales = largest / float(jnp.finfo(dtype).max)
-    scales = jnp.maximum(scales, jnp.finfo(jnp.float32).tiny)  # of a row of zeros
-    codes = lax.bitcast_convert_type((x / scales).astype(dtype), jnp.uint8)
-    return codes, scales
-
-
-def scaled_back(codes: jax.Array, scales: jax.Array, dtype: DTypeLike, result_dtype: DTypeLike) -> jax.Array:
-    """Returns the input of `scaled`, rounded, in another dtype."""
-    return (lax.bitcast_convert_type(codes, dtype).astype(jnp.float32) * scales).astype(result_dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -20,11 +20,13 @@ from jshard.engine.stored import (
     automatic_axes,
     beside_automatic_axes,
     fused_over_inner_axes,
+    num_layer_dims,
     shard_dim,
     with_padding,
 )
-from jshard.plans.mesh import FSDP, batch_axes, degree, inner_axes
+from jshard.plans.mesh import FSDP, INNER_AXES, batch_axes, degree, inner_axes
 from jshard.plans.placement import Placement
+from jshard.plans.wires import wire_named
 
 JOINED_BYTES = 64 * 2**10
 """Joining smaller gradients is faster than sending them one after another."""
@@ -121,7 +123,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
     def run(x: jax.Array) -> jax.Array:
         if placement.reduce_wire:
-            return _summed_on_arrival(x, dim, placement)
+            return _summed_on_arrival(x, dim, placement, num_layer_dims(x, placement))
         return lax.psum_scatter(fused_over_inner_axes(x, placement), FSDP, scatter_dimension=dim, tiled=True)
 
     # Cast first, or the sum would be taken in the dtype of the computation, in which many parts lose digits.
@@ -129,29 +131,51 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     return beside_automatic_axes(run, padded, placement)(padded)
 
 
-def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement) -> jax.Array:
-    """Runs the reduce-scatter whose parts are sent in a narrower dtype than that of the sum: as all-to-alls.
+def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement, layer_dims: int) -> jax.Array:
+    """Runs the reduce-scatter whose parts are sent over a wire, and summed in the dtype of the array: as all-to-alls.
 
-    Over several hosts, parts are summed within each host first, so that only parts of host sums are sent between them.
-    `dim` becomes one dim for each exchange, the last exchange first, and what stays:
+    The part for each destination is packed, sent and unpacked for itself. Over several hosts, parts are summed within
+    each host first, so that only parts of host sums are sent between them. `dim` becomes one dim for each exchange, the
+    last exchange first, and what stays:
 
         8 devices on 2 hosts, (40,)  ->  (2 hosts, 4 devices of a host, 5)
     """
+    wire = wire_named(placement.reduce_wire)
     num_shards = lax.axis_size(FSDP)
     # Received parts are summed in the reduce dtype: a reduce-scatter in the narrower one would also add in it.
     exchanges = placement.exchanges(num_shards)
     sizes = [size for size, _ in reversed(exchanges)]
     x = x.reshape(*x.shape[:dim], *sizes, -1, *x.shape[dim + 1 :])
+    if not wire.is_cast:
+        x = _summed_over_inner_axes(x, dim + len(sizes), placement)
     for number, (size, stride) in enumerate(exchanges, 1):
         groups = None  # all devices
         if size < num_shards:
             groups = _exchange_groups(num_shards, size, stride)
-        exchanged_dim = dim + len(exchanges) - number
-        sent = x.astype(placement.reduce_wire)
-        parts = lax.all_to_all(
-            sent, FSDP, split_axis=exchanged_dim, concat_axis=exchanged_dim, axis_index_groups=groups
+        num_part_dims = len(exchanges) - number + 1
+        exchanged_dim = dim + num_part_dims - 1
+        exchange = functools.partial(
+            lax.all_to_all,
+            axis_name=FSDP,
+            split_axis=exchanged_dim,
+            concat_axis=exchanged_dim,
+            axis_index_groups=groups,
         )
-        x = parts.astype(x.dtype).sum(exchanged_dim)
+        packed = wire.packed(x, dim, num_layer_dims=layer_dims, num_part_dims=num_part_dims)
+        received = tuple(exchange(array) for array in packed)
+        parts = wire.unpacked(received, dim, x.dtype, num_layer_dims=layer_dims, num_part_dims=num_part_dims)
+        x = parts.sum(exchanged_dim)
+    return x
+
+
+def _summed_over_inner_axes(x: jax.Array, dim: int, placement: Placement) -> jax.Array:
+    """Makes a gradient whole over the inner axes that its parameter is stored over: split along a dim, in shards.
+
+    The scale of a sum is not the sum of scales: a part that is yet to be summed over such an axis cannot be packed.
+    """
+    for axis in placement.axes:
+        if axis in INNER_AXES:
+            x = over_axis_p.bind(x, axis=axis, dim=dim, tensor_dim=None)
     return x
 
 
@@ -177,8 +201,8 @@ def reduce_unit(
     """Sums the gradients of a unit to their stored shards; of units stored alike it is one function in a program.
 
     Small gradients that are summed whole are joined, which is faster than sending each alone; so are all that are
-    summed on arrival, because the compiler joins reductions but not exchanges. Gradients that are also split over other
-    axes are not joined, because that would gather them over these axes.
+    summed on arrival in another dtype, because the compiler joins reductions but not exchanges. Gradients that are also
+    split over other axes are not joined, because that would gather them over these axes.
 
     Args:
         gradients: each data shard's parts.
@@ -227,11 +251,13 @@ def _summed_together(
 
 
 def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Placement]) -> dict[int, jax.Array]:
-    """Takes the first step of the gradients that are summed on arrival, by position: of each dtype one exchange."""
+    """Takes the first step of gradients that are sent in another dtype, by position: of each dtype one exchange."""
     groups: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
     for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
         dim = shard_dim(x, placement)
-        if placement.reduce_wire and dim is not None and not automatic_axes(x, placement):
+        if dim is None or not placement.reduce_wire or automatic_axes(x, placement):
+            continue
+        if wire_named(placement.reduce_wire).is_cast:  # others pack a gradient in its shape, not joined ones
             key = (placement.reduce_dtype, placement.reduce_wire, placement.hosts)
             groups.setdefault(key, []).append((i, dim))
     sums = {}
@@ -247,7 +273,7 @@ def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Pla
             padded = with_padding(gradients[i], placements[i])
             ordered.append(jnp.moveaxis(padded, dim, 0))
         rows = [x.astype(placement.reduce_dtype).reshape(lax.axis_size(FSDP), -1) for x in ordered]
-        (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement)
+        (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement, layer_dims=0)
         parts = _split(own_row, [row.shape[1] for row in rows])
         for (i, dim), x, part in zip(members, ordered, parts, strict=True):
             sums[i] = jnp.moveaxis(part.reshape(-1, *x.shape[1:]), 0, dim)

@@ -33,6 +33,11 @@ def shard_dim(x: jax.Array, placement: Placement) -> int | None:
     return dim if dim >= 0 else None
 
 
+def num_layer_dims(x: jax.Array, placement: Placement) -> int:
+    """Returns how many leading dims of an array that is stored by a placement index layers; a loop has taken some."""
+    return max(x.ndim - len(placement.shape) + placement.layer_dims, 0)
+
+
 def inner_dims(placement: Placement, ndim: int, *, gathered: bool = False) -> dict[str, int]:
     """Returns the dims of a parameter that are split over inner axes, by axis.
 

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
 from jshard.plans.remat import NONE, Remat, check_remat
+from jshard.plans.wires import registered_names, wire_named
 
 Fallback = Literal["warn", "error"]
-_GATHERED_BY_SCALE = ("float8_e4m3fn", "float8_e5m2")
 
 
 def is_real_float(dtype: DTypeLike) -> bool:
@@ -47,13 +47,15 @@ class MixedPrecision:
         param_dtype: of the gathered copy, and so of the all-gather; None keeps the stored dtype.
         reduce_dtype: of the gradient's reduce-scatter and all-reduce; None uses `param_dtype`.
         output_dtype: to which the unit's outputs are cast; None leaves them.
-        gather_dtype: an 8-bit dtype, "float8_e4m3fn" or "float8_e5m2", in which matrices are sent when they are
-            gathered: each row of the sharded dim is divided by a scale (its largest value over the dtype's largest),
-            which is sent along in float32. The copy used for computation has the `param_dtype`. Gradients ignore the
-            rounding. Vectors, parameters in `keep` and those that are not sharded are not rounded.
+        gather_dtype: the wire over which matrices are sent when they are gathered: an 8-bit dtype, "float8_e4m3fn" or
+            "float8_e5m2", or a name of `js.register_wire`. In 8 bits each row of the sharded dim is divided by a scale
+            (its largest value over the dtype's largest), which is sent along in float32. The copy used for computation
+            has the `param_dtype`. Gradients ignore the rounding. Vectors, parameters in `keep` and those that are not
+            sharded are not rounded.
         wire_dtype: a narrower dtype than `reduce_dtype`, such as "bfloat16", in which the parts of gradients are sent:
-            by an all-to-all, summed on arrival in `reduce_dtype`. Each part is rounded once. The sum over replicas,
-            which involves only the shards, is unchanged.
+            by an all-to-all, summed on arrival in `reduce_dtype`. Each part is rounded once. Or a wire, as those of
+            `gather_dtype`, for the gradients of the matrices. The sum over replicas, which involves only the shards, is
+            unchanged.
         cast_inputs: cast the unit's inputs to `param_dtype` before the call.
         keep: path patterns of parameters that are gathered, and so computed with, in their stored dtype, such as
             `("norm/*", "router/*")`; matched against the end of the path from the unit.
@@ -89,6 +91,8 @@ class MixedPrecision:
         # Without either, the sum is in the stored dtype, which differs by parameter: `_dtypes` then decides for each.
         if self.wire_dtype is None or reduced is None:
             return
+        if self.wire_dtype in registered_names():
+            return  # what it packs has no one dtype: a plan shows its bytes
         if jnp.dtype(self.wire_dtype).itemsize >= jnp.dtype(reduced).itemsize:
             raise AnnotationError(
                 "The wire dtype of gradients is not narrower than their reduce dtype.",
@@ -106,30 +110,41 @@ class MixedPrecision:
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "gather_dtype", "wire_dtype")
 
 
+_FIELDS_OF_WIRES = ("gather_dtype", "wire_dtype")
+
+
 def _checked_dtype(field: str, value: DTypeLike) -> str:
-    """Returns the name of a dtype that is valid for a field of `MixedPrecision`; raises AnnotationError for others."""
+    """Returns the name of a dtype or wire that is valid for a field; raises AnnotationError for others."""
+    wires = registered_names()
+    if field in _FIELDS_OF_WIRES and isinstance(value, str) and value in wires:
+        return value
     try:
         dtype = jnp.dtype(value)
     except TypeError:
+        if field in _FIELDS_OF_WIRES and isinstance(value, str):
+            return wire_named(value).name  # raises: there is none
         dtype = jnp.dtype(bool)  # no dtype at all: refused below like any dtype that is not floating
+    if field in _FIELDS_OF_WIRES and dtype.name in wires:
+        return dtype.name
     if field == "gather_dtype":
-        if dtype.name in _GATHERED_BY_SCALE:
-            return dtype.name
         raise AnnotationError(
-            "Parameters cannot be gathered with scales in this dtype.",
+            "Parameters cannot be gathered in this dtype, and there is no wire of this name.",
             where=f"MixedPrecision(gather_dtype={value!r})",
-            why=f"it must be one of {', '.join(_GATHERED_BY_SCALE)}; for a gather in 16 bits use `param_dtype`.",
+            why=f"it must be a registered wire: {', '.join(wires)}; for a gather in 16 bits use `param_dtype`.",
             do='js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", gather_dtype="float8_e4m3fn")',
         )
     if is_real_float(dtype):
         return dtype.name
     in_8_bits = ""
-    if field == "param_dtype" and dtype.name in _GATHERED_BY_SCALE:
+    if field == "param_dtype" and dtype.name in wires:
         in_8_bits = f', gather_dtype="{dtype.name}"'
+    or_wire = ""
+    if field == "wire_dtype":
+        or_wire = f" Or a registered wire: {', '.join(wires)}."
     raise AnnotationError(
         "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
         where=f"MixedPrecision({field}={value!r})",
-        why="it must be a floating dtype of 16 bits or more: a cast has no scale, which fp8 needs.",
+        why="it must be a floating dtype of 16 bits or more: a cast has no scale, which fp8 needs." + or_wire,
         do=f'js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32"{in_8_bits})',
     )
 

@@ -21,6 +21,7 @@ from jshard.errors import AnnotationError
 from jshard.inspect.communication import traffic_of
 from jshard.plans import plan as plans
 from jshard.plans.placement import Placement, PlacementPolicy, place
+from jshard.plans.wires import wire_named
 from tests import linen_models
 from tests.helpers import Config, Decoder, Scanning, compile_to_read, fresh, loss_fn, token_batch
 from tests.parity import flat
@@ -55,8 +56,9 @@ def test_what_was_quantised_and_gathered_is_the_quantised_whole_bit_for_bit(shap
     found = on_shards(
         lambda x: gathers.gather(Value(x, Shard(one)), jnp.float32), whole, ins=one.partition_spec, out=P()
     )
-    codes, scales = jax.jit(gathers.scaled, static_argnums=(1, 2, 3))(x, "float8_e4m3fn", one.dim, stacked)
-    wanted = jax.jit(gathers.scaled_back, static_argnums=(2, 3))(codes, scales, "float8_e4m3fn", jnp.float32)
+    wire = wire_named("float8_e4m3fn")
+    codes, scales = jax.jit(lambda x: wire.packed(x, one.dim, num_layer_dims=stacked))(x)
+    wanted = jax.jit(lambda *sent: wire.unpacked(sent, one.dim, jnp.float32, num_layer_dims=stacked))(codes, scales)
     np.testing.assert_array_equal(found, wanted)
     largest = np.abs(x).max(tuple(d for d in range(stacked, x.ndim) if d != one.dim), keepdims=True)
     assert codes.dtype == jnp.uint8 and (np.abs(found - x) <= np.maximum(np.abs(x) / 16, largest / 448 / 2**9)).all()
@@ -69,8 +71,9 @@ def quantised(model: nnx.Module, plan: Any) -> None:
         if one.gather_wire:
             child = lambda node, key: node[key] if isinstance(key, int) else getattr(node, key)
             parameter = functools.reduce(child, leaf.keys[0], model)
-            codes = gathers.scaled(parameter[...], one.gather_wire, one.dim, one.layer_dims)
-            parameter[...] = gathers.scaled_back(*codes, one.gather_wire, jnp.float32)
+            wire = wire_named(one.gather_wire)
+            sent = wire.packed(parameter[...], one.dim, num_layer_dims=one.layer_dims)
+            parameter[...] = wire.unpacked(sent, one.dim, jnp.float32, num_layer_dims=one.layer_dims)
 
 
 def plain(config: Config = CONFIG) -> Any:
@@ -189,9 +192,12 @@ def test_four_bytes_of_a_parameter_are_sent_instead_of_eight(monkeypatch, hosts)
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"gather_dtype": "bfloat16"}, "Parameters cannot be gathered with scales in this dtype"),
-        ({"gather_dtype": "int8"}, "Parameters cannot be gathered with scales in this dtype"),
-        ({"wire_dtype": "float8_e4m3fn"}, "too narrow for a plain cast"),
+        (
+            {"gather_dtype": "bfloat16"},
+            "Parameters cannot be gathered in this dtype, and there is no wire of this name",
+        ),
+        ({"gather_dtype": "int8"}, "Parameters cannot be gathered in this dtype, and there is no wire of this name"),
+        ({"wire_dtype": "float8_e4m3b11fnuz"}, "too narrow for a plain cast"),
         ({"param_dtype": "bfloat16", "wire_dtype": "bfloat16"}, "not narrower than their reduce dtype"),
         ({"reduce_dtype": "float32", "wire_dtype": "float32"}, "not narrower than their reduce dtype"),
     ],

@@ -86,8 +86,11 @@ def reduce_scatter(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list
 
 @rule("all_to_all", linear=IN_ALL)
 def all_to_all(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
-    """Exchanges along dims that are not split. Not tiled, it moves dims, and is computed whole."""
+    """Exchanges along dims that are not split. One that moves dims is computed whole."""
     (value,) = operands
-    if not eqn.params["tiled"] or value.dim in (eqn.params["split_axis"], eqn.params["concat_axis"]):
+    split_axis = eqn.params["split_axis"]
+    concat_axis = eqn.params["concat_axis"]
+    moves_dims = not eqn.params["tiled"] and split_axis != concat_axis
+    if moves_dims or value.dim in (split_axis, concat_axis):
         return None
     return same(p, eqn, operands, value.dim)

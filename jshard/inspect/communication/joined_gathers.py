@@ -7,12 +7,15 @@ gathered must not make up for a parameter that is not. So gathers are counted by
 
 import collections
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jshard.inspect.communication.attribution import CollectivePart, Dims, comparable, shapes_on_device
 from jshard.inspect.communication.planned import CollectiveKind
 from jshard.inspect.hlo import Window
+from jshard.plans.mesh import FSDP
+from jshard.plans.placement import Placement
 from jshard.plans.plan import ShardPlan
+from jshard.plans.wires import wire_named
 
 _NO_LAYER: Dims = ()
 """Stands for the layer of arrays that are no part of a parameter, and of scales, which have few elements."""
@@ -38,7 +41,7 @@ class JoinedGathers:
         # The layer by the shape of an array of the program.
         whole_shapes: dict[Dims, Dims] = {}
         shard_shapes: dict[Dims, Dims] = {}  # of an all-to-all in the place of a gather
-        scale_shapes: dict[Dims, Dims] = {}  # of parameters sent in 8 bits
+        packed_shapes: dict[Dims, Dims] = {}  # of what wires send beside the largest of their arrays, such as scales
 
         gathers_again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
         for leaf in plan.gathered_part.leaves:
@@ -47,21 +50,27 @@ class JoinedGathers:
                 continue
             whole, shard = shapes_on_device(placement, dict(plan.mesh))
             num_layer_dims = _num_layer_dims(whole, placement.layers)
+            elements = math.prod(whole)
             layer = comparable(whole[num_layer_dims:])
+            if placement.gather_wire:
+                num_layers = math.prod(whole[:num_layer_dims])
+                largest, *others = _packed_layers(placement, dict(plan.mesh))
+                elements = num_layers * math.prod(largest)
+                layer = comparable(largest)
+                for other in others:
+                    for i in range(num_layer_dims + 1):
+                        packed_shapes[comparable((*whole[i:num_layer_dims], *other))] = _NO_LAYER
+                whole = (*whole[:num_layer_dims], *largest)
             # A program gathers all layers of a stack at once, or one, or, of a nested stack, some.
             for i in range(num_layer_dims + 1):
                 whole_shapes[comparable(whole[i:])] = layer
                 shard_shapes[comparable(shard[i:])] = layer
-                if placement.gather_wire and placement.dim is not None:
-                    scales = (*whole[i:num_layer_dims], whole[placement.dim])
-                    scale_shapes[comparable(scales)] = _NO_LAYER
-            elements = math.prod(whole) * num_gathers
-            self._fewest[layer] += elements
-            self._most[layer] += elements
+            self._fewest[layer] += elements * num_gathers
+            self._most[layer] += elements * num_gathers
             if leaf.by_layer or gathers_again[leaf.unit]:
-                self._most[layer] += elements
+                self._most[layer] += elements * num_gathers
         # A shape that is more than one of them most likely is a whole parameter's.
-        self._layer_of_shape = scale_shapes | shard_shapes | whole_shapes
+        self._layer_of_shape = packed_shapes | shard_shapes | whole_shapes
 
     def unexplained_elements(self, windows: Iterable[Window]) -> float:
         """Returns by how many elements the gathers of a program are too few or too many for some layers."""
@@ -86,6 +95,18 @@ class JoinedGathers:
 
     def _gathers(self, windows: Iterable[Window]) -> list[Window]:
         return [window for window in windows if CollectiveKind.of(window) == self._kind]
+
+
+def _packed_layers(placement: Placement, degrees: Mapping[str, int]) -> list[Dims]:
+    """Returns the shapes of the gathered arrays that a wire packs of one layer, the largest first."""
+    dim = placement.dim_of_layer
+    shard = placement.shard_of_layer(degrees)
+    shapes = []
+    for packed in wire_named(placement.gather_wire).packed_types(shard, placement.gathered_dtype, dim):
+        shape = list(packed.shape)
+        shape[dim] *= degrees[FSDP]
+        shapes.append(tuple(shape))
+    return sorted(shapes, key=math.prod, reverse=True)
 
 
 def _num_layer_dims(dims: Dims, num_layers: int) -> int:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jshard.plans.mesh import FSDP, REGION_AXES
 from jshard.plans.model_axes import axes_of, degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan
+from jshard.plans.wires import wire_named
 
 # How the purposes of all-gathers begin.
 FORWARD = "parameters for forward"
@@ -98,7 +100,7 @@ def _traffic_of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: Mapping[str, 
     if not placement.gathered:
         return  # its communication is the model's own
     if placement.dim is not None:
-        yield from _gathers(placement, reshard)
+        yield from _gathers(placement, reshard, degrees)
         if leaf.trained:
             yield from _reductions_to_shard(placement, degrees)
             yield from _sum_over_replicas(placement, degrees, "gradients, over replicas")
@@ -106,44 +108,71 @@ def _traffic_of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: Mapping[str, 
         yield from _sum_over_replicas(placement, degrees, "gradients of the replicated")
 
 
-def _gathers(placement: Placement, reshard: bool | int) -> Iterator[Traffic]:
+def _gathers(placement: Placement, reshard: bool | int, degrees: Mapping[str, int]) -> Iterator[Traffic]:
     """Yields the gathers for forward, and those for backward unless forward keeps the whole copy."""
-    yield from _gather(placement, FORWARD)
+    yield from _gather(placement, FORWARD, degrees)
     if reshard is True:
-        yield from _gather(placement, BACKWARD)
+        yield from _gather(placement, BACKWARD, degrees)
     elif reshard is not False:
-        # Pieces of the gathered copy, which is no longer in 8 bits, so `gather_wire` does not apply.
+        # Pieces of the gathered copy, which is no longer packed, so `gather_wire` does not apply.
         yield Traffic("all-gather", (FSDP,), int(reshard), placement.gathered_dtype, placement.gathered_bytes, BACKWARD)
 
 
-def _gather(placement: Placement, purpose: str) -> Iterator[Traffic]:
-    """Yields the gather of a shard; one that is sent in 8 bits has scales beside it."""
+def _gather(placement: Placement, purpose: str, degrees: Mapping[str, int]) -> Iterator[Traffic]:
+    """Yields the gather of a shard, or those of the arrays that its wire packs."""
     axes = placement.axes
     degree = placement.degree
     if not placement.gather_wire:
         yield Traffic("all-gather", axes, degree, placement.gathered_dtype, placement.gathered_bytes, purpose)
         return
-    sent_bytes = _gathered_elements(placement)  # one byte each
-    yield Traffic("all-gather", axes, degree, "float32", placement.scales_bytes, f"{purpose}, scales")
-    yield Traffic("all-gather", axes, degree, "uint8", sent_bytes, f"{purpose}, {placement.gather_wire}")
+    for array in _packed(placement, placement.gather_wire, placement.gathered_dtype, degrees):
+        purpose_of_array = f"{purpose}, {placement.gather_wire}"
+        yield Traffic("all-gather", axes, degree, array.dtype, array.bytes, purpose_of_array)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PackedArray:
+    """One of the arrays that a wire sends of a parameter: on one device of an inner axis, of all shards and layers."""
+
+    dtype: str
+    bytes: int
+
+
+def _packed(placement: Placement, wire: str, dtype: str, degrees: Mapping[str, int]) -> list[_PackedArray]:
+    """Returns what a wire sends of a parameter, or its gradient, in a dtype."""
+    shard = placement.shard_of_layer(degrees)
+    elements_of_shard = math.prod(shard)
+    num_shards = _gathered_elements(placement) // elements_of_shard  # of all layers
+    arrays = []
+    for packed in wire_named(wire).packed_types(shard, dtype, placement.dim_of_layer):
+        size = packed.size * packed.dtype.itemsize
+        arrays.append(_PackedArray(packed.dtype.name, size * num_shards))
+    return arrays
 
 
 def _reductions_to_shard(placement: Placement, degrees: Mapping[str, int]) -> Iterator[Traffic]:
     """Yields the collectives that reduce a whole gradient to the shards of one replica."""
     full_bytes = _gradient_bytes(placement, placement.reduce_dtype)
-    if not placement.reduce_wire:
+    reduce_wire = placement.reduce_wire
+    if not reduce_wire:
         yield Traffic(
             "reduce-scatter", placement.axes, placement.degree, placement.reduce_dtype, full_bytes, "gradients"
         )
         return
 
     # A reduce-scatter would sum in the narrow dtype of the wire. So parts are exchanged over `fsdp`, and summed wide.
-    exchanged_bytes = _gradient_bytes(placement, placement.reduce_wire)
-    for group_size, apart in placement.exchanges(degrees[FSDP]):
-        purpose = "gradients, summed on arrival"
-        yield Traffic("all-to-all", (FSDP,), group_size, placement.reduce_wire, exchanged_bytes, purpose, apart)
-        exchanged_bytes //= group_size  # of which each device has summed one part
-    full_bytes //= degrees[FSDP]
+    is_cast = wire_named(reduce_wire).is_cast
+    num_places = 1  # over the inner axes, of which each exchanges its part of a sum
+    if not is_cast:
+        num_places = placement.degree // degrees[FSDP]
+    for array in _packed(placement, reduce_wire, placement.reduce_dtype, degrees):
+        exchanged_bytes = array.bytes // num_places
+        for group_size, apart in placement.exchanges(degrees[FSDP]):
+            purpose = "gradients, summed on arrival"
+            yield Traffic("all-to-all", (FSDP,), group_size, array.dtype, exchanged_bytes, purpose, apart)
+            exchanged_bytes //= group_size  # of which each device has summed one part
+    if is_cast:
+        full_bytes //= degrees[FSDP]
     for axis in placement.axes:
         if axis != FSDP:
             purpose = "gradients, over inner axes"
