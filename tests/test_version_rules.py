@@ -85,9 +85,10 @@ def test_no_path_of_a_machine_in_tracked_files():
 
 
 NAMES = """
-    LossScale MixedPrecision PlacementPolicy ShardPlan ShardingError WeightedMean abstract_init audit check checkpoint
-    compiler_options data errors explain fully_shard global_view kernels loss_scale_of mesh parallel per_example plan
-    read_profile register_wire scaled_value_and_grad scan_layers shard_batch shard_init shard_matrices shard_optimizer
+    LossScale MixedPrecision PartialGradients PlacementPolicy ReshardPlan ShardPlan ShardingError WeightedMean
+    abstract_init audit check checkpoint compiler_options data errors explain fully_shard gather global_view kernels
+    load loss_scale_of mesh parallel per_example plan read_profile reduce_gradients register_wire reshard
+    reshard_plan revise scaled_value_and_grad scan_layers shard_batch shard_init shard_matrices shard_optimizer
     train tune_overlap value_and_grad
 """.split()
 

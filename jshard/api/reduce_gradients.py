@@ -40,12 +40,12 @@ def reduce_gradients(model: nnx.Module | nn.Module, partial: PartialGradients) -
     Raises:
         CallError: the sums are of another model, or of the model on another mesh.
 
-    Examples:
+    Example:
         >>> grad_fn = js.value_and_grad(loss_fn, sync="none")
-        >>> loss, total = nnx.jit(grad_fn)(model, batches[0])
+        >>> loss, total = nnx.jit(grad_fn)(model, x)
         >>> add = nnx.jit(lambda model, total, x: jax.tree.map(jnp.add, total, grad_fn(model, x)[1]), donate_argnums=1)
-        >>> for x in batches[1:]:
-        ...     total = add(model, total, x)
+        >>> for next_x in (2 * x, 3 * x):
+        ...     total = add(model, total, next_x)
         >>> grads = nnx.jit(js.reduce_gradients)(model, total)
     """
     if not isinstance(partial, PartialGradients):

@@ -38,7 +38,7 @@ def gather(state: PyTree, *, where: Where = "host") -> PyTree:
     Raises:
         CheckpointError: `where` is another text, or an array is deleted, as after a step that donates it.
 
-    Examples:
+    Example:
         >>> values = js.gather(model)
         >>> np.savez("weights.npz", **{"/".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(model))})
     """

@@ -55,10 +55,10 @@ def load(
     Raises:
         CheckpointError: the leaves do not match, or no process has values.
 
-    Examples:
+    Example:
         >>> values = js.gather(model)
         >>> model = js.load(model, values)
-        >>> head = js.load(model, {"head": values["head"]}, missing="init")
+        >>> first_block = js.load(model.blocks[0], values["blocks"][0])
     """
     opened = _opened(values, names)
     return RestoreOperation(opened, like, only=only, rename=rename, missing=missing, extra=extra).run(

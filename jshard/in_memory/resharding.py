@@ -77,7 +77,7 @@ def reshard(
         CheckpointError: the leaves do not match, an array is deleted, or this process has no device of either mesh.
         AnnotationError: as `target`, which annotates the model, raises.
 
-    Examples:
+    Example:
         >>> served = js.reshard(model, annotate)
     """
     operation, live = _operation(state, target, names=names, only=only, rename=rename, missing=missing, extra=extra)
@@ -131,7 +131,7 @@ def reshard_plan(state: PyTree, target: Target, *, names: Names | None = None, *
     Raises:
         CheckpointError: as by `js.reshard`.
 
-    Examples:
+    Example:
         >>> print(js.reshard_plan(model, annotate))
     """
     operation, live = _operation(state, target, names=names, **options)

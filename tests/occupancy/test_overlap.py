@@ -257,7 +257,8 @@ def test_in_several_processes_the_first_ones_measurements_count(model, products,
     entries = {key: each for product in by_shape(products) for key, each in entry(product).items()}
     heard = [[None, measured.text_of(entries)], [None, ""]]
     monkeypatch.setattr(measured, "is_primary", lambda: False)
-    monkeypatch.setattr(_processes, "exchange", lambda topic, value, timeout_s, left: heard)
+    monkeypatch.setattr(_processes, "exchange", lambda topic, value, **how: heard)
+    monkeypatch.setattr(_processes, "all_processes", lambda: _processes.ProcessGroup((0, 1)))
     how = {"device": "h200", "loss_fn": loss_fn, "batch": BATCH, "cache": tmp_path / "no such file"}
     assert js.tune_overlap(model, **how).occupancy["matmul"].latency_ns == 90
     failure = {"kind": "CacheError", "is_request": True, "what": "bad", "why": "", "where": [], "do": ""}

@@ -230,11 +230,12 @@ def test_nothing_is_tuned_inside_a_trace(model, tmp_path):
 def test_in_several_processes_the_first_one_measures_for_all(model, tmp_path, monkeypatch):
     reported = []
 
-    def exchange(topic, value, timeout_s, left):
+    def exchange(topic, value, **how):
         reported.append(value)
         return [reported[0], value]
 
     monkeypatch.setattr(_processes, "exchange", exchange)
+    monkeypatch.setattr(_processes, "all_processes", lambda: _processes.ProcessGroup((0, 1)))
     first = tuned(model, tmp_path / "first.json", bench=lambda *_: FakeBench(times))
     monkeypatch.setattr(measured, "is_primary", lambda: False)
     second = tuned(model, tmp_path / "second.json", bench=never)

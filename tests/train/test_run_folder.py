@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import jshard as js
+from jshard._processes import ProcessGroup
 from jshard.errors import RunError, ShardingError
 from jshard.train import Recipe
 from jshard.train.run_folder import RunFolder
@@ -315,6 +316,7 @@ def open_together(monkeypatch, paths, record=RECORD, **kwargs):
 
     with monkeypatch.context() as patch:
         patch.setattr("jshard._processes.exchange", exchange)
+        patch.setattr("jshard._processes.all_processes", lambda: ProcessGroup(tuple(range(len(paths)))))
         patch.setattr("jshard._processes.is_primary", lambda: process() == 0)
         patch.setattr("jshard.train.run_folder._VISIBLE_S", 0.3)
         threads = [threading.Thread(target=one, name=str(number)) for number in range(len(paths))]

@@ -153,7 +153,7 @@ def test_text_that_is_no_such_value(kind, text):
         ("widht=32", "--set model.width=32"),
         ("batchsize=many", "--print-config"),
         ("zzzzzzzz=1", "--print-config"),
-        ("model.made=1", "--print-config"),
+        ("model.vvv=1", "--print-config"),
     ],
 )
 def test_nearest_key(setting, do):
