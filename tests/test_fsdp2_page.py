@@ -29,6 +29,7 @@ def losses_of(command: Sequence[str], folder: Path) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(TIMEOUT_S)
 def test_a_second_process_resumes_bit_for_bit(tmp_path):
     (tmp_path / "train.py").write_text(script("python"))

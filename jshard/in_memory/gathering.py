@@ -40,7 +40,8 @@ def gather(state: PyTree, *, where: Where = "host") -> PyTree:
 
     Example:
         >>> values = js.gather(model)
-        >>> np.savez("weights.npz", **{"/".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(model))})
+        >>> values["head"]["kernel"].shape
+        (64, 8)
     """
     if where not in get_args(Where):
         raise CheckpointError(

@@ -144,6 +144,7 @@ def test_a_device_holds_the_full_gradients_once_and_a_shard_of_the_rest():
     assert bytes_of_a_device(partial.rest) == full_bytes / 8
 
 
+@pytest.mark.wide
 def test_without_jit():
     model = sharded()
     grad_fn = js.value_and_grad(square, sync="none")
@@ -177,6 +178,7 @@ def test_parameters_in_host_memory():
     assert_close(grads, of_all(tower(), square))
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:.*replicated:UserWarning")
 def test_padded_parameters():
     build = lambda: TwoLayers(WIDTH, 61, 7, nnx.Rngs(0))
@@ -230,6 +232,7 @@ def test_a_batch_that_does_not_divide_over_the_devices():
     assert_close(over_calls(sharded(), square, batches), of_all(tower(), square, batches))
 
 
+@pytest.mark.wide
 def test_a_table_that_is_never_gathered():
     model = test_ungathered.placed(test_ungathered.build, test_ungathered.annotator(js.mesh(replica=2)))
     js.shard_optimizer(model, optax.sgd(0.1))

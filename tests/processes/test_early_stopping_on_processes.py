@@ -32,6 +32,7 @@ def ended_early(*arguments, **how):
     return command.out
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_two_processes_end_after_the_same_evaluation(tmp_path):
     one = evaluations(ended_early(tmp_path, "one", *MESH))

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(TIMEOUT_S)
 def test_gradients_of_several_calls(tmp_path):
     with socket.socket() as free:

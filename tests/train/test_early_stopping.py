@@ -142,6 +142,7 @@ def test_a_run_ends_early_is_saved_and_says_why(ended, folder):
     assert record["attempts"][-1]["cause"].startswith("stopped early: val_loss has not improved")
 
 
+@pytest.mark.wide
 def test_a_run_that_has_ended_early_continues_only_if_asked_to(ended, train, folder):
     code, said = train("ended", "--resume")
     assert code == 0 and "nothing is left to train after step 3: val_loss has not improved" in said
@@ -150,6 +151,7 @@ def test_a_run_that_has_ended_early_continues_only_if_asked_to(ended, train, fol
     assert code == 0 and evaluated(folder / "ended") == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.wide
 def test_evaluations_before_a_resume_count(train, folder):
     more = [*SMALL, *NEVER_BETTER]
     assert train("resumed", *more, "--steps", "2")[0] == 0  # one evaluation is an improvement, one is not

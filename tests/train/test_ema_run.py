@@ -104,6 +104,7 @@ def test_an_average_that_ends(run, folder):
     assert stored(folder / "ended" / "checkpoints" / "3", "ema/")
 
 
+@pytest.mark.wide
 def test_a_run_of_an_earlier_version_continues_without_remarks(run, folder):
     """Its record has none of these settings; only one that has another value now is a change."""
     new = ("ema_decay", "ema_dtype", "ema_start_step", "ema_warmup", "monitor", "monitor_mode", "patience", "keep_best")
@@ -163,6 +164,7 @@ def test_the_plan_counts_the_average(run, folder):
     assert "averages of the weights" in run("plan", "my_model.py", "--mesh", "fsdp=8", *AVERAGE)[1]
 
 
+@pytest.mark.wide
 def test_a_dtype_that_loses_most_updates_is_said(run):
     coarse = ["--set", "ema_decay=0.999", "--set", "ema_dtype=bfloat16"]
     code, said = run("train", "my_model.py", *SMALL, *EVERY, *coarse, "--steps", "1", "--out", "coarse")

@@ -113,6 +113,7 @@ def test_they_receive_what_the_record_has(whole):
             assert hasattr(details[0], "blocks")
 
 
+@pytest.mark.wide
 def test_a_resumed_run_runs_those_of_its_own_steps(data, tmp_path):
     trained(data, tmp_path / "run", recipe(num_steps=2))
     trained(data, tmp_path / "run", recipe(), resume=True)
