@@ -40,8 +40,8 @@ def gather(state: PyTree, *, where: Where = "host") -> PyTree:
 
     Example:
         >>> values = js.gather(model)
-        >>> values["head"]["kernel"].shape
-        (64, 8)
+        >>> jax.tree.map(np.shape, values.pop("head"))
+        {'kernel': (64, 8)}
     """
     if where not in get_args(Where):
         raise CheckpointError(

@@ -58,7 +58,7 @@ def load(
     Example:
         >>> values = js.gather(model)
         >>> model = js.load(model, values)
-        >>> first_block = js.load(model.blocks[0], values["blocks"][0])
+        >>> head = js.load(model.head, values.pop("head"))
     """
     opened = _opened(values, names)
     return RestoreOperation(opened, like, only=only, rename=rename, missing=missing, extra=extra).run(

@@ -311,3 +311,12 @@ def test_a_run_that_went_back_saves_the_damaged_steps_again(tmp_path):
         with pytest.warns(CheckpointWarning, match=r"/3 is now named 3\.damaged"):
             ckpt.set_aside_newer(2)
         ckpt.save(3, like)
+
+
+def test_a_draft_of_a_killed_process_is_removed(tmp_path):
+    series = Checkpointer(tmp_path, keep=2)
+    series.save(1, {"step": 1})
+    (tmp_path / ".series.json.0a1b2c3d.tmp").write_text("{")
+    (tmp_path / ".series.json.mine.tmp").write_text("{")  # no name that jshard gives
+    series.save(2, {"step": 2})
+    assert {path.name for path in tmp_path.glob(".series*")} == {".series.json.mine.tmp"}

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from jshard._files import METADATA_BYTES, write_text
+from jshard._files import METADATA_BYTES, is_draft, write_text
 from jshard._parsing import parse_json
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, contents
@@ -221,8 +221,12 @@ class FolderStore(SeriesStore[Path]):
         return self.path(step).exists() or is_owned(self.path(step))
 
     def write(self, name: str, text: str) -> None:
-        """See `SeriesStore`."""
+        """See `SeriesStore`; what a killed process has left of such a write is removed."""
+        # Looked for before: a series has one writer, so a draft that is there already is of a process that is gone.
+        drafts = [path for path in self.place.iterdir() if is_draft(path.name, name)]
         write_text(self.place / name, text)
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
 
     def add_to_history(self, record: Mapping[str, object]) -> None:
         """See `SeriesStore`."""
