@@ -1,5 +1,7 @@
 """`js.gather`: the logical values of a sharded state, whole, as a plain tree."""
 
+import tracemalloc
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.checkpoint import CheckpointError
+from tests.helpers import Config
 from tests.in_memory.states import differences, padded_model, plain_values
 
 
@@ -74,6 +77,25 @@ def test_values_stay_when_the_model_is_donated():
     assert differences(everywhere, plain_values()) == []
     with pytest.raises(CheckpointError, match="gone"):
         js.gather(model)
+
+
+def test_a_host_holds_the_values_once():
+    config = Config(layers=2, width=256, hidden=1024, heads=4, vocab=512)
+    model = padded_model(js.mesh(fsdp=8), config)
+    num_bytes = js.plan(model).logical_bytes
+    js.gather(model)  # what is imported and compiled at the first call does not count
+    tracemalloc.start()
+    try:
+        values = js.gather(model)
+        _, gathered_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        before_bytes, _ = tracemalloc.get_traced_memory()
+        js.load(model, values)
+        _, loaded_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes <= gathered_bytes < 1.1 * num_bytes
+    assert loaded_bytes - before_bytes < 0.2 * num_bytes
 
 
 def test_an_unknown_place_is_refused():
