@@ -217,7 +217,7 @@ def _advice(
     if not match.problems and not rename:
         moves = _moves(match, stored, targets)
         if moves:
-            return _advice_to_rename(why, moves)
+            return _advice_to_rename(why, moves, opened)
     if any("key<" in problem.line for problem in match.problems):
         return _Advice(
             "a random key has another kind than the stored one, and the numbers of one kind do not fit another.",
@@ -275,10 +275,10 @@ class _Move(NamedTuple):
         return {self.prefix: self.stored_prefix}
 
 
-def _advice_to_rename(why: str, moves: Sequence[_Move]) -> _Advice:
+def _advice_to_rename(why: str, moves: Sequence[_Move], opened: Opened) -> _Advice:
     lines = []
     for move in moves:
-        lines.append(f"restore(path, like, rename={json.dumps(move.rename)})")
+        lines.append(opened.call.format(like="like", options=f", rename={json.dumps(move.rename)}"))
     if len(moves) > 1:
         return _Advice(
             f"{why}\nSeveral stored trees have these leaves.", "\n".join(["say which one to restore:", *lines])
@@ -287,7 +287,8 @@ def _advice_to_rename(why: str, moves: Sequence[_Move]) -> _Advice:
     is_one_name = move.prefix == "" and "/" not in move.stored_prefix
     if is_one_name:
         name = json.dumps(move.stored_prefix)
-        return _Advice(why, f"the leaves are stored under {name}: restore(path, like={{{name}: ...}}).")
+        line = opened.call.format(like=f"like={{{name}: ...}}", options="")
+        return _Advice(why, f"the leaves are stored under {name}: {line}.")
     return _Advice(why, f"they are stored elsewhere: {lines[0]}.")
 
 

@@ -28,6 +28,8 @@ class Opened:
     # By path, the names of another library's arrays that a leaf would be made of, and that are not there.
     absent: Mapping[str, Sequence[str]] = types.MappingProxyType({})
     noun: str = "checkpoint"  # what it is, in messages
+    # The call that reads it, in messages, with places for `like` and for further arguments.
+    call: str = "restore(path, {like}{options})"
 
     @property
     def listing(self) -> str:

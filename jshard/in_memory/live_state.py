@@ -38,6 +38,7 @@ class _InMemory(Opened):
 
     path = SHOWN_AS
     noun = "state"
+    call = "js.load({like}, values{options})"
     _values: Mapping[str, int | float | str]  # the leaves that are no arrays, by path
 
     @property

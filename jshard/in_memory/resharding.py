@@ -190,6 +190,7 @@ def _operation(
 ) -> tuple[RestoreOperation, LiveState]:
     """Returns the matched move, and the state that it reads."""
     live = LiveState(state) if names is None else NamedLiveState(state, names)
+    live.call = "js.reshard(state, {like}{options})"
     like = _like(state, target)
     group = _group_of([*_leaves.flatten(state).values(), *_leaves.flatten(like).values()])
     return RestoreOperation(live, like, casts_are_shown=False, group=group, **options), live

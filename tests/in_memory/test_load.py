@@ -97,6 +97,13 @@ def test_arrays_of_other_libraries():
     np.testing.assert_array_equal(js.load(like, {"kernel": Tensor(np.ones((2, 3), np.float32))}).kernel[...], 1)
 
 
+def test_values_under_another_name_are_found_and_the_line_can_be_pasted():
+    like = {"model": Holder((2, 3))}
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        js.load(like, {"kernel": np.ones((2, 3), np.float32)})
+    assert 'js.load(like, values, rename={"model": ""})' in caught.value.do
+
+
 def test_no_values_at_all(other):
     with pytest.raises(CheckpointError, match="no values"):
         js.load(other, None)
