@@ -104,6 +104,7 @@ def blocks_of(array: jax.Array | jax.ShapeDtypeStruct) -> Blocks:
 
 def _devices_of(transfers: Sequence[Transfer], target_devices: Sequence[Device]) -> list[Device]:
     """Returns all devices involved, in an order on which all processes agree."""
+    # Without an order of their own, processes would compile different programs, and wait for each other for ever.
     devices = set(target_devices)
     for transfer in transfers:
         devices |= {transfer.source.device, transfer.target.device}
@@ -187,6 +188,7 @@ def _program(
 
     spec = PartitionSpec(_AXIS)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    # Only the target: the source is the user's state, which stays.
     return jax.jit(mapped, donate_argnums=0)
 
 

@@ -268,6 +268,7 @@ def _narrower(operation: RestoreOperation) -> dict[str, np.dtype]:
     casts = {}
     for path, dtype in operation.dtypes.items():
         stored_dtype = jnp.dtype(operation.opened.leaves[path].dtype)
+        # Widened after the move, as a restore does: before it, more bytes would be sent.
         both_floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(stored_dtype, jnp.floating)
         if both_floats and dtype.itemsize < stored_dtype.itemsize:
             casts[path] = dtype

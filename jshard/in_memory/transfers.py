@@ -88,7 +88,8 @@ def plan_transfers(sources: Sequence[ShardBox], targets: Sequence[ShardBox]) -> 
     for shard in sources:
         if size_of(shard.box):
             holders_by_box[shard.box].append(shard)
-    num_sent: collections.Counter[int] = collections.Counter()  # elements, by the id of the device
+    # Elements, by the id of the device: with copies (HSDP), all would else come from the first holder.
+    num_sent: collections.Counter[int] = collections.Counter()
     transfers = []
     for target in targets:
         for box, holders in holders_by_box.items():
