@@ -79,7 +79,7 @@ def exchange(
     local_devices = [device for device in devices if device.process_index == jax.process_index()]
     if not local_devices:
         return Blocks(targets.shape, {})
-    run = _program(mesh, _numbered(transfers, devices), sources.shape, targets.shape, jnp.dtype(dtype))
+    run = _program(mesh, _numbered(transfers, devices))
     # A mesh of the caller may be active, under which jax would refuse this program.
     source = _joined(sources, mesh, local_devices, dtype)
     target = _joined(targets, mesh, local_devices, dtype)
@@ -171,15 +171,8 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> 
 
 # Cached, because the layers of a model have few shapes and shardings, and weights may be moved every few steps.
 @functools.lru_cache(maxsize=1024)
-def _program(
-    mesh: Mesh,
-    rounds: tuple[_PermuteRound, ...],
-    source_shape: tuple[int, ...],
-    target_shape: tuple[int, ...],
-    dtype: np.dtype,
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the compiled program of some rounds; `lru_cache` keys it by shapes, too, which `jit` would do again."""
-    del source_shape, target_shape, dtype
+def _program(mesh: Mesh, rounds: tuple[_PermuteRound, ...]) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the program of some rounds, which jax compiles for each shape and dtype of blocks."""
 
     def run(target: jax.Array, source: jax.Array) -> jax.Array:
         for each in rounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._types import PyTree
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.groups import group_of_state
 from jshard.checkpoint.state import leaves as _leaves
 from jshard.in_memory.arrays import moved
 from jshard.in_memory.hosts import on_hosts
@@ -22,12 +24,13 @@ Where = Literal["host", "process0", "all"]
 def gather(state: PyTree, *, where: Where = "host") -> PyTree:
     """Returns the whole values of a sharded state as a plain tree, in which nothing is padded.
 
-    It works through the state leaf by leaf, so that no device ever holds more than one shard of another device beside
-    its own, and the values of one process never pass through another. All processes call it together.
+    It works through the state leaf by leaf. On the way to hosts, a device holds at most one shard of another device
+    beside its own, and what one process has never passes through another. All processes call it together; those of its
+    mesh alone, if the state is on a mesh of some processes.
 
     Args:
         state: an annotated model, an optimizer, Linen parameters, a `TrainState`, or a dict of these.
-        where: `"host"`: NumPy arrays in every process. `"process0"`: in process 0 alone; the others get None.
+        where: `"host"`: NumPy arrays in every process. `"process0"`: in the first process alone; the others get None.
             `"all"`: JAX arrays that every device of the state's mesh holds whole.
 
     Returns:
@@ -50,32 +53,40 @@ def gather(state: PyTree, *, where: Where = "host") -> PyTree:
             why=f"the places are {', '.join(get_args(Where))}.",
             do='js.gather(model, where="host")',
         )
-    live = LiveState(state)
+    group = group_of_state(state, None)
+    live = LiveState(state, group)
     live.check_has_values()
-    is_receiver = where != "process0" or jax.process_index() == 0
+    receivers = group.members if where == "host" else group.members[:1]
     values: dict[_leaves.Path, object] = {}
     for path, leaf in _leaves.flatten(state).items():
         key = _leaves.text(path)
         is_array = key in live.leaves and live.leaves[key].is_array
-        values[path] = _gathered(live, key, where) if is_array else leaf
-    if not is_receiver:
-        return None
-    return _leaves.plain_like(state, values)
+        if not is_array:
+            values[path] = leaf
+        elif where == "all":
+            values[path] = _on_all_devices(live, key)
+        else:
+            values[path] = _on_hosts(live, key, receivers)
+    is_receiver = where == "all" or jax.process_index() in receivers
+    return _leaves.plain_like(state, values) if is_receiver else None
 
 
-def _gathered(live: LiveState, key: str, where: Where) -> np.ndarray | jax.Array | None:
-    """Returns one array, whole; None where it is not wanted."""
+def _on_all_devices(live: LiveState, key: str) -> np.ndarray | jax.Array:
     array = live.source_of(key)
     shape = live.leaves[key].shape
     if not isinstance(array, jax.Array):
         return np.array(array)
-    if where == "all":
-        return moved(array, shape, _replicated(array, shape))
-    if array.is_fully_addressable:
-        is_receiver = where == "host" or jax.process_index() == 0
-        return on_hosts(array, shape, [jax.process_index()]) if is_receiver else None
-    processes = range(jax.process_count()) if where == "host" else [0]
-    return on_hosts(array, shape, processes)
+    return moved(array, shape, _replicated(array, shape))
+
+
+def _on_hosts(live: LiveState, key: str, receivers: Sequence[int]) -> np.ndarray | None:
+    """Returns an array in some processes; None in the others."""
+    array = live.source_of(key)
+    if not isinstance(array, jax.Array):
+        return np.array(array)
+    if array.is_fully_addressable:  # each process has one of its own, or this one alone calls
+        receivers = [process for process in receivers if process == jax.process_index()]
+    return on_hosts(array, live.leaves[key].shape, receivers)
 
 
 def _replicated(array: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 
@@ -61,25 +62,30 @@ def _local_boxes(array: jax.Array, shards: Sequence[ShardBox]) -> dict[Limits, j
 
 def _write(result: np.ndarray, box: Limits, block: jax.Array) -> None:
     """Writes a block, which may have padding at its end, into its box of an array."""
-    without_padding = tuple(slice(0, size) for size in shape_of(box))
-    result[slices_of(box)] = np.asarray(block)[without_padding]
+    values = np.asarray(block)
+    result[slices_of(box)] = values[_from_start(box)]
 
 
 def _waves(shards: Sequence[ShardBox], processes: Sequence[int]) -> list[list[ShardBox]]:
     """Returns the boxes that processes lack, in groups in which each device receives at most one."""
-    # A dict keeps the order, on which all processes agree.
-    all_boxes = dict.fromkeys(shard.box for shard in shards if size_of(shard.box))
-    waves: list[list[ShardBox]] = []
+    waves: dict[int, list[ShardBox]] = collections.defaultdict(list)
     for process in processes:
         devices = _receivers(shards, process)
-        local_boxes = {shard.box for shard in shards if shard.device.process_index == process}
-        remote_boxes = [box for box in all_boxes if box not in local_boxes]
-        for number, box in enumerate(remote_boxes):
+        for number, box in enumerate(_remote_boxes(shards, process)):
             wave, position = divmod(number, len(devices))
-            if wave == len(waves):
-                waves.append([])
             waves[wave].append(ShardBox(devices[position], box))
-    return waves
+    return [waves[wave] for wave in sorted(waves)]
+
+
+def _remote_boxes(shards: Sequence[ShardBox], process: int) -> list[Limits]:
+    """Returns the boxes that no device of a process holds, in an order on which all processes agree."""
+    # A dict keeps the order of the shards; copies have one box.
+    is_local: dict[Limits, bool] = {}
+    for shard in shards:
+        if size_of(shard.box):
+            is_of_process = shard.device.process_index == process
+            is_local[shard.box] = is_local.get(shard.box, False) or is_of_process
+    return [box for box, has_box in is_local.items() if not has_box]
 
 
 def _receivers(shards: Sequence[ShardBox], process: int) -> list[Device]:
@@ -106,27 +112,44 @@ def spread(values: np.ndarray | None, box: Limits, devices: Sequence[Device]) ->
     """
     shape = shape_of(box)
     if not shape:  # a number cannot be cut
-        blocks = {} if values is None else {devices[0]: jax.device_put(values, devices[0])}
-        return [ShardBox(devices[0], box)], Blocks((), blocks)
-    dim = shape.index(max(shape))
-    step = max(1, math.ceil(shape[dim] / len(devices)))
-    block_shape = (*shape[:dim], step, *shape[dim + 1 :])
-    shards = []
+        devices = devices[:1]
+    parts = _parts(box, len(devices))
+    block_shape = shape_of(parts[0])
     blocks = {}
-    for position, device in enumerate(devices):
-        # Beyond the end of a short box, parts are empty.
-        start = min(position * step, shape[dim])
-        stop = min(start + step, shape[dim])
-        shards.append(ShardBox(device, _shifted(box, dim, start, stop)))
-        if values is not None:
+    if values is not None:
+        for part, device in zip(parts, devices, strict=True):
             block = np.zeros(block_shape, values.dtype)
-            # Views along the cut dim: what is written to one is in the block.
-            np.moveaxis(block, dim, 0)[: stop - start] = np.moveaxis(values, dim, 0)[start:stop]
+            # Beyond the end of a short part, the block stays zero.
+            block[_from_start(part)] = values[_inside(part, box)]
             blocks[device] = jax.device_put(block, device)
+    shards = [ShardBox(device, part) for device, part in zip(devices, parts, strict=True)]
     return shards, Blocks(block_shape, blocks)
 
 
-def _shifted(box: Limits, dim: int, start: int, stop: int) -> Limits:
-    """Returns a range of a box along a dim, in which 0 is where the box begins."""
-    begin = box[dim][0]
-    return (*box[:dim], (begin + start, begin + stop), *box[dim + 1 :])
+def _parts(box: Limits, count: int) -> list[Limits]:
+    """Cuts a box along its largest dim; the last parts may be shorter, or empty."""
+    shape = shape_of(box)
+    if count == 1:  # also a number, which has no dim to cut
+        return [box]
+    dim = shape.index(max(shape))
+    box_start, box_stop = box[dim]
+    step = max(1, math.ceil(shape[dim] / count))
+    parts = []
+    for number in range(count):
+        start = min(box_start + number * step, box_stop)
+        stop = min(start + step, box_stop)
+        parts.append((*box[:dim], (start, stop), *box[dim + 1 :]))
+    return parts
+
+
+def _from_start(box: Limits) -> tuple[slice, ...]:
+    """Returns the index of a box's values in a block that begins with them."""
+    return tuple(slice(0, size) for size in shape_of(box))
+
+
+def _inside(part: Limits, box: Limits) -> tuple[slice, ...]:
+    """Returns the index of a part in the values of a box."""
+    index = []
+    for (start, stop), (box_start, _) in zip(part, box, strict=True):
+        index.append(slice(start - box_start, stop - box_start))
+    return tuple(index)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jshard._processes import exchange
+from jshard._processes import ProcessGroup, exchange
 from jshard._text import counted
 from jshard._types import PyTree
 from jshard.checkpoint import manifest as _manifest
@@ -89,7 +89,14 @@ class LiveState(_InMemory):
         casts: dtypes, by path, in which leaves are loaded. They are cast on their own devices, before they are sent.
     """
 
-    def __init__(self, state: PyTree) -> None:
+    def __init__(self, state: PyTree, group: ProcessGroup) -> None:
+        """Describes a state, whose arrays may be elsewhere.
+
+        Args:
+            state: live; abstract in processes that have no device of it.
+            group: the processes that read it together.
+        """
+        self._group = group
         by_path = {path: _as_array(leaf) for path, leaf in _leaves.flatten(state).items()}
         self._leaves: dict[str, Leaf] = _leaves.by_text(by_path)
         self._check_not_deleted()
@@ -101,19 +108,20 @@ class LiveState(_InMemory):
         self.leaves = _manifest.describe_all(self._described, logical_shapes)
         self._values = _values_of(self.leaves, self._described)
 
-    def check_has_values(self) -> None:
-        """Raises for arrays without values of which this process should have a part."""
+    def check_has_values(self, *, may_be_elsewhere: bool = False) -> None:
+        """Raises for arrays without values; `may_be_elsewhere` allows those that are on devices of others alone."""
         lacking = []
         for path, leaf in self._leaves.items():
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 continue
-            if leaf.sharding is None or leaf.sharding.addressable_devices:
+            is_elsewhere = leaf.sharding is not None and not leaf.sharding.addressable_devices
+            if not is_elsewhere or not may_be_elsewhere:
                 lacking.append(f"{path}  {leaf.shape}")
         if lacking:
             raise CheckpointError(
                 f"The state cannot be read: {counted(len(lacking), 'leaf has', 'leaves have')} no values.",
                 where=lacking,
-                why="the state is abstract; only a process without a device of it may pass an abstract one.",
+                why="the state is abstract; js.reshard alone takes one, in a process without a device of it.",
                 do="model = js.shard_init(build, annotate)  # creates the values",
             )
 
@@ -153,7 +161,7 @@ class LiveState(_InMemory):
         array = self.source_of(name)
         if not isinstance(array, jax.Array) or _is_on_every_host(array):
             return np.array(np.asarray(array)[box])
-        processes = [jax.process_index()] if array.is_fully_addressable else range(jax.process_count())
+        processes = [jax.process_index()] if array.is_fully_addressable else self._group.members
         values = on_hosts(array, self.leaves[name].shape, processes)
         assert values is not None, "every process is among them"
         return values[box]
@@ -173,20 +181,24 @@ class LiveState(_InMemory):
 class StateOfOneProcess(_InMemory):
     """A state that only one process holds; the others learn of its leaves, and receive their shards."""
 
-    def __init__(self, opened: Opened | None, holder: int) -> None:
-        """Exchanges what the leaves are; every process calls it.
+    def __init__(self, opened: Opened | None, holder: int, group: ProcessGroup, *, timeout_s: float) -> None:
+        """Exchanges what the leaves are; every process of the group calls it.
 
         Args:
             opened: the state, in the process that holds it; None in the others.
-            holder: the number of that process.
+            holder: the index of that process.
+            group: the processes that read it together.
+            timeout_s: how long to wait for the others.
         """
         self._opened = opened
+        self._group = group
         self._holder = holder
         message = None
         if opened is not None:
             leaves = {path: dataclasses.asdict(leaf) for path, leaf in opened.leaves.items()}
             message = {"leaves": leaves, "values": opened.values(), "absent": dict(opened.absent)}
-        received = exchange("state of one process", message)[holder]
+        messages = exchange("state of one process", message, timeout_s=timeout_s, group=group)
+        received = messages[group.members.index(holder)]
         self.leaves = {path: _leaf_of(fields) for path, fields in received["leaves"].items()}
         self.absent = received["absent"]
         self._values = received["values"]
@@ -207,7 +219,8 @@ class StateOfOneProcess(_InMemory):
             values = self._opened.read(name, whole(leaf))
             in_bytes = np.frombuffer(values.tobytes(), np.uint8).reshape(shape)
             read = in_bytes.__getitem__
-        mesh = Mesh(np.array(jax.devices()), "device")
+        devices = [device for device in jax.devices() if device.process_index in self._group.members]
+        mesh = Mesh(np.array(devices), "device")
         target = jax.ShapeDtypeStruct(shape, np.uint8, sharding=NamedSharding(mesh, PartitionSpec()))
         copies = sent_from(self._holder, read, shape, np.dtype(np.uint8), target)
         received = np.asarray(copies.addressable_data(0))

@@ -7,10 +7,11 @@ from typing import TypeVar
 
 import jax
 
-from jshard._processes import exchange
+from jshard._processes import ProcessGroup, exchange
 from jshard._types import PyTree
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import Names
+from jshard.checkpoint.groups import group_of_state
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint
 from jshard.checkpoint.restore_operation import Extra, Missing, RestoreOperation
@@ -60,15 +61,16 @@ def load(
         >>> model = js.load(model, values)
         >>> head = js.load(model.head, values.pop("head"))
     """
-    opened = _opened(values, names)
-    return RestoreOperation(opened, like, only=only, rename=rename, missing=missing, extra=extra).run(
-        verify=False, timeout_s=timeout_s
-    )
+    group = group_of_state(like, None)
+    opened = _opened(values, names, group, timeout_s)
+    operation = RestoreOperation(opened, like, only=only, rename=rename, missing=missing, extra=extra, group=group)
+    return operation.run(verify=False, timeout_s=timeout_s)
 
 
-def _opened(values: PyTree | None, names: Names | None) -> Opened:
+def _opened(values: PyTree | None, names: Names | None, group: ProcessGroup, timeout_s: float) -> Opened:
     """Returns the values as an open checkpoint, whichever processes have them."""
-    holders = [process for process, has_values in enumerate(exchange("values", values is not None)) if has_values]
+    have_values = exchange("values", values is not None, timeout_s=timeout_s, group=group)
+    holders = [process for process, has_values in zip(group.members, have_values, strict=True) if has_values]
     if not holders:
         raise CheckpointError(
             "There are no values to load.",
@@ -76,16 +78,19 @@ def _opened(values: PyTree | None, names: Names | None) -> Opened:
             why="no process has a tree of values.",
             do='values = js.gather(model, where="process0"); model = js.load(model, values)',
         )
-    local = None if values is None else _source(values, names)
-    if len(holders) == jax.process_count():
-        assert local is not None
-        return local
-    return StateOfOneProcess(local if jax.process_index() == holders[0] else None, holders[0])
+    source = None if values is None else _source(values, names, group)
+    if len(holders) == len(group.members):
+        assert source is not None, "every process has values"
+        return source
+    holder = holders[0]
+    if jax.process_index() != holder:
+        source = None
+    return StateOfOneProcess(source, holder, group, timeout_s=timeout_s)
 
 
-def _source(values: PyTree, names: Names | None) -> Opened:
+def _source(values: PyTree, names: Names | None, group: ProcessGroup) -> Opened:
     if names is None:
-        live = LiveState(values)
+        live = LiveState(values, group)
         live.check_has_values()
         return live
     return ForeignCheckpoint(SHOWN_AS, NamedArrays(values), names)

@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard._processes import ProcessGroup
 from jshard._types import PyTree
 from jshard.checkpoint.converting import Leaf, own_mesh
 from jshard.checkpoint.formats import Names
@@ -26,8 +27,8 @@ from jshard.plans.policies import MixedPrecision
 class NamedLiveState(LiveState):
     """The parameters of a live model as another library's arrays."""
 
-    def __init__(self, state: PyTree, names: Names) -> None:
-        super().__init__(state)
+    def __init__(self, state: PyTree, group: ProcessGroup, names: Names) -> None:
+        super().__init__(state, group)
         self._model_leaves = {}
         self._path_of: dict[str, str] = {}
         prefix = f"{next(iter(state))}/" if isinstance(state, Mapping) and len(state) == 1 else ""

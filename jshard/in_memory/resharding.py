@@ -81,7 +81,7 @@ def reshard(
         >>> served = js.reshard(model, annotate)
     """
     operation, live = _operation(state, target, names=names, only=only, rename=rename, missing=missing, extra=extra)
-    live.check_has_values()
+    live.check_has_values(may_be_elsewhere=True)
     live.casts.update(_narrower(operation))
     return operation.run(verify=False, timeout_s=timeout_s)
 
@@ -99,11 +99,21 @@ class ReshardPlan:
             of it in the place of one that the device lacks, and what has arrived of it.
     """
 
-    moved_bytes: int
-    least_bytes: int
-    between_processes_bytes: int
-    total_bytes: int
-    extra_bytes: int
+    moved_bytes: int = 0
+    least_bytes: int = 0
+    between_processes_bytes: int = 0
+    total_bytes: int = 0
+    extra_bytes: int = 0
+
+    def with_leaf(self, leaf: ReshardPlan) -> ReshardPlan:
+        """Returns the plan of what this one moves and then another leaf: the memory of one is free for the next."""
+        return ReshardPlan(
+            moved_bytes=self.moved_bytes + leaf.moved_bytes,
+            least_bytes=self.least_bytes + leaf.least_bytes,
+            between_processes_bytes=self.between_processes_bytes + leaf.between_processes_bytes,
+            total_bytes=self.total_bytes + leaf.total_bytes,
+            extra_bytes=max(self.extra_bytes, leaf.extra_bytes),
+        )
 
     def __str__(self) -> str:
         moved = human_bytes(self.moved_bytes, 1)
@@ -136,63 +146,46 @@ def reshard_plan(state: PyTree, target: Target, *, names: Names | None = None, *
     """
     operation, live = _operation(state, target, names=names, **options)
     live.casts.update(_narrower(operation))
-    moves = []
+    plan = ReshardPlan()
     for path, leaf_target in operation.reads.items():
         array = live.placed_as(path)
         # A leaf on hosts, such as a number, is on none of the devices.
         if array is not None and isinstance(leaf_target, jax.ShapeDtypeStruct):
-            moves.append(_LeafMove.of(array, live.leaves[path].shape, leaf_target))
+            plan = plan.with_leaf(_plan_of_leaf(array, live.leaves[path].shape, leaf_target))
+    return plan
+
+
+def _plan_of_leaf(array: jax.ShapeDtypeStruct, shape: tuple[int, ...], target: jax.ShapeDtypeStruct) -> ReshardPlan:
+    """Forecasts the move of one array of this shape, without padding, to a target."""
+    assert array.sharding is not None and target.sharding is not None
+    itemsize = jnp.dtype(array.dtype).itemsize
+    transfers = transfers_for(array.sharding, array.shape, shape, target)
+    between_processes = []
+    for transfer in transfers:
+        if transfer.source.device.process_index != transfer.target.device.process_index:
+            between_processes.append(transfer)
+    sources = shards_of(array.sharding, array.shape, shape)
+    targets = shards_of(target.sharding, target.shape, shape)
+    source_block = math.prod(array.sharding.shard_shape(array.shape))
+    target_block = math.prod(target.sharding.shard_shape(target.shape))
     return ReshardPlan(
-        moved_bytes=sum(move.moved_bytes for move in moves),
-        least_bytes=sum(move.least_bytes for move in moves),
-        between_processes_bytes=sum(move.between_processes_bytes for move in moves),
-        total_bytes=sum(move.total_bytes for move in moves),
-        extra_bytes=max((move.extra_bytes for move in moves), default=0),
+        moved_bytes=itemsize * moved_elements(transfers),
+        least_bytes=itemsize * least_elements(sources, targets),
+        between_processes_bytes=itemsize * moved_elements(between_processes),
+        total_bytes=itemsize * target_block * len(target.sharding.device_set),
+        # A device that has no shard of the one or the other holds zeros in its place, and beside them what arrives.
+        extra_bytes=itemsize * (source_block + 2 * target_block),
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _LeafMove:
-    """The forecast of one leaf; its fields are those of `ReshardPlan`."""
-
-    moved_bytes: int
-    least_bytes: int
-    between_processes_bytes: int
-    total_bytes: int
-    extra_bytes: int
-
-    @classmethod
-    def of(cls, array: jax.ShapeDtypeStruct, shape: tuple[int, ...], target: jax.ShapeDtypeStruct) -> _LeafMove:
-        """Forecasts the move of an array of this shape, without padding, to a target."""
-        assert array.sharding is not None and target.sharding is not None
-        itemsize = jnp.dtype(array.dtype).itemsize
-        transfers = transfers_for(array.sharding, array.shape, shape, target)
-        between_processes = []
-        for transfer in transfers:
-            if transfer.source.device.process_index != transfer.target.device.process_index:
-                between_processes.append(transfer)
-        sources = shards_of(array.sharding, array.shape, shape)
-        targets = shards_of(target.sharding, target.shape, shape)
-        source_block = math.prod(array.sharding.shard_shape(array.shape))
-        target_block = math.prod(target.sharding.shard_shape(target.shape))
-        return cls(
-            moved_bytes=itemsize * moved_elements(transfers),
-            least_bytes=itemsize * least_elements(sources, targets),
-            between_processes_bytes=itemsize * moved_elements(between_processes),
-            total_bytes=itemsize * target_block * len(target.sharding.device_set),
-            # A device that has no shard of the one or the other holds zeros in its place, and beside them what arrives.
-            extra_bytes=itemsize * (source_block + 2 * target_block),
-        )
 
 
 def _operation(
     state: PyTree, target: Target, *, names: Names | None, **options: Any
 ) -> tuple[RestoreOperation, LiveState]:
     """Returns the matched move, and the state that it reads."""
-    live = LiveState(state) if names is None else NamedLiveState(state, names)
-    live.call = "js.reshard(state, {like}{options})"
     like = _like(state, target)
     group = _group_of([*_leaves.flatten(state).values(), *_leaves.flatten(like).values()])
+    live = LiveState(state, group) if names is None else NamedLiveState(state, group, names)
+    live.call = "js.reshard(state, {like}{options})"
     return RestoreOperation(live, like, casts_are_shown=False, group=group, **options), live
 
 

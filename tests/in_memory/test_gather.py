@@ -12,8 +12,8 @@ from flax import nnx
 
 import jshard as js
 from jshard.checkpoint import CheckpointError
-from tests.helpers import Config
-from tests.in_memory.states import differences, padded_model, plain_values
+from tests.helpers import Config, builder
+from tests.in_memory.states import annotator, differences, padded_model, plain_values
 
 
 @pytest.mark.parametrize("degree", [1, 3, 8])
@@ -96,6 +96,11 @@ def test_a_host_holds_the_values_once():
         tracemalloc.stop()
     assert num_bytes <= gathered_bytes < 1.1 * num_bytes
     assert loaded_bytes - before_bytes < 0.2 * num_bytes
+
+
+def test_an_abstract_state_has_no_values():
+    with pytest.raises(CheckpointError, match="no values"):
+        js.gather(js.abstract_init(builder(Config(layers=2)), annotator(js.mesh())))
 
 
 def test_an_unknown_place_is_refused():
