@@ -139,18 +139,15 @@ def all_or_none(
     Raises:
         FourPartError: another process cannot continue, or did not call.
     """
-    # A process with an error comes, too: the others wait for its report.
     group = group or all_processes()
-    parts_of_error = None if error is None else _parts(error)
-    try:
-        reports = exchange(topic, [parts_of_error, value], timeout_s=timeout_s, left=left, group=group)
-    except RunError as missing:
-        # The error of this process comes first: it may be why the others did not answer.
-        if not isinstance(error, FourPartError):
-            raise (error or missing) from missing.__cause__
-        raise _with_missing(error, missing) from missing
-    by_process = zip(group.members, reports, strict=True)
-    parts_of_errors = {process: parts for process, (parts, _) in by_process if parts is not None}
+    # A process with an error comes, too: the others wait for its report.
+    reports = _exchange_reports(topic, value, error, timeout_s=timeout_s, left=left, group=group)
+    values = []
+    parts_of_errors = {}
+    for process, (parts, value_of_process) in zip(group.members, reports, strict=True):
+        values.append(value_of_process)
+        if parts is not None:
+            parts_of_errors[process] = parts
     if parts_of_errors and left:  # all know it, and none comes to the next exchange
         with contextlib.suppress(RunError):
             exchange(f"{topic}: failed", None, timeout_s=timeout_s, group=group)
@@ -159,7 +156,31 @@ def all_or_none(
         raise error
     if parts_of_errors:
         raise failed(parts_of_errors)
-    return [value_of_process for _, value_of_process in reports]
+    return values
+
+
+def _exchange_reports(
+    topic: str,
+    value: object,
+    error: Exception | None,
+    *,
+    timeout_s: float,
+    left: list[str] | None,
+    group: ProcessGroup,
+) -> list[Any]:
+    """Returns the parts of the error, or None, and the value of each process; raises if some did not answer."""
+    parts = None
+    if error is not None:
+        parts = _parts(error)
+    try:
+        return exchange(topic, [parts, value], timeout_s=timeout_s, left=left, group=group)
+    except RunError as missing:
+        # The error of this process comes first: it may be why the others did not answer.
+        if isinstance(error, FourPartError):
+            raise _with_missing(error, missing) from missing
+        if error is not None:
+            raise error from missing.__cause__
+        raise
 
 
 def _with_missing(error: FourPartError, missing: RunError) -> FourPartError:

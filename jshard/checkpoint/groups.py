@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import jax
 
@@ -13,6 +14,8 @@ from jshard.checkpoint.data_position.position import is_data_position
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.state import leaves as _leaves
 from jshard.errors import FourPartError
+
+_Key = TypeVar("_Key")
 
 
 def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: str = "packed") -> ProcessGroup:
@@ -29,28 +32,28 @@ def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: st
     Raises:
         CheckpointError: this process is not one of them, or some leaves need others, too.
     """
-    group = all_processes() if processes is None else _checked(processes)
-    if group.is_all and (processes is not None or len(group.members) == 1):
-        return group
-    leaves = _named_leaves(state)
+    if processes is None and jax.process_count() == 1:
+        return all_processes()
     if processes is None:
+        leaves = _named_leaves(state)
         group = _group_of_arrays(leaves)
-    if group.is_all:
-        return group
-    if jax.process_index() not in group.members:
-        raise _not_a_member(group, leaves)
-    outside = [key for key, members in _processes_of_arrays(leaves) if not members <= set(group.members)]
-    if outside:
-        raise CheckpointError(
-            f"Other processes hold {counted(len(outside), 'array')} of the state, too.",
-            where=outside,
-            why=f"it is saved or restored by {_named(group)} alone.",
-            do="leave out `processes`, and let all processes that hold these arrays call it.",
-        )
-    positions = [key for key, leaf in leaves.items() if is_data_position(leaf)]
-    if positions or format == "orbax":
-        raise _needs_all(group, positions)
+    else:
+        group = _checked(processes)
+        leaves = {} if group.is_all else _named_leaves(state)
+    if not group.is_all:
+        _check_holds_arrays(group, leaves)
+        _check_needs_no_others(group, leaves, format)
     return group
+
+
+def processes_of_arrays(leaves: Mapping[_Key, object]) -> dict[_Key, frozenset[int]]:
+    """Returns the processes whose devices each array is on; leaves that are no arrays are left out."""
+    processes = {}
+    for key, leaf in leaves.items():
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            processes[key] = frozenset(device.process_index for device in sharding.device_set)
+    return processes
 
 
 def _named_leaves(state: PyTree) -> Mapping[str, object]:
@@ -64,7 +67,10 @@ def _named_leaves(state: PyTree) -> Mapping[str, object]:
 
 def _group_of_arrays(leaves: Mapping[str, object]) -> ProcessGroup:
     """Returns the processes of the mesh of all arrays that are over several processes; without one, all processes."""
-    meshes = {members for _, members in _processes_of_arrays(leaves) if len(members) > 1}
+    meshes = set()
+    for members in processes_of_arrays(leaves).values():
+        if len(members) > 1:
+            meshes.add(members)
     if len(meshes) != 1:
         # Of several meshes, no process may hold a part of all arrays: the save says which are missing where.
         return all_processes()
@@ -72,12 +78,28 @@ def _group_of_arrays(leaves: Mapping[str, object]) -> ProcessGroup:
     return ProcessGroup(tuple(sorted(members)))
 
 
-def _processes_of_arrays(leaves: Mapping[str, object]) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yields each array with the processes whose devices it is on."""
-    for key, leaf in leaves.items():
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
-            yield key, frozenset(device.process_index for device in sharding.device_set)
+def _check_holds_arrays(group: ProcessGroup, leaves: Mapping[str, object]) -> None:
+    """Raises `CheckpointError` unless this process is in the group, and no process outside of it holds an array."""
+    if jax.process_index() not in group.members:
+        raise _not_a_member(group, leaves)
+    shared = []
+    for path, members in processes_of_arrays(leaves).items():
+        if not members.issubset(group.members):
+            shared.append(path)
+    if shared:
+        raise CheckpointError(
+            f"Other processes hold {counted(len(shared), 'array')} of the state, too.",
+            where=shared,
+            why=f"it is saved or restored by {_named(group)} alone.",
+            do="leave out `processes`, and let all processes that hold these arrays call it.",
+        )
+
+
+def _check_needs_no_others(group: ProcessGroup, leaves: Mapping[str, object], format: str) -> None:
+    """Raises `CheckpointError` if a leaf, or the format, needs all processes of the run."""
+    positions = [path for path, leaf in leaves.items() if is_data_position(leaf)]
+    if positions or format == "orbax":
+        raise _needs_all(group, positions)
 
 
 def _checked(processes: Sequence[int]) -> ProcessGroup:
@@ -101,10 +123,9 @@ def _named(group: ProcessGroup) -> str:
 
 
 def _not_a_member(group: ProcessGroup, leaves: Mapping[str, object]) -> CheckpointError:
-    arrays = [key for key, _ in _processes_of_arrays(leaves)]
     return CheckpointError(
         f"Process {jax.process_index()} does not save or restore this state.",
-        where=arrays,
+        where=list(processes_of_arrays(leaves)),
         why=f"that is for {_named(group)}, whose devices its arrays are on: they do not wait for this one.",
         do=f"if jax.process_index() in {group.members}:  # around the call",
     )
@@ -112,12 +133,17 @@ def _not_a_member(group: ProcessGroup, leaves: Mapping[str, object]) -> Checkpoi
 
 def _needs_all(group: ProcessGroup, positions: Sequence[str]) -> CheckpointError:
     """Makes the error for what all processes of a run do together."""
-    where = list(positions) or 'format="orbax"'
-    why = "a position in the data is that of all processes" if positions else "Orbax's own form is written by all"
-    do = "leave them out of the state: save them in all processes, to another path."
+    if positions:
+        where = list(positions)
+        why = "a position in the data is that of all processes"
+        do = "leave them out of the state: save them in all processes, to another path."
+    else:
+        where = ['format="orbax"']
+        why = "Orbax's own form is written by all"
+        do = 'format="packed"'
     return CheckpointError(
         f"The state needs all processes, and only {_named(group)} would save or restore it.",
         where=where,
         why=f"{why}, of which there are {jax.process_count()}.",
-        do=do if positions else 'format="packed"',
+        do=do,
     )

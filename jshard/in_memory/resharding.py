@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -21,6 +21,7 @@ from jshard.api.init import abstract_copy
 from jshard.api.optimizer import optimizer_like
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import Names
+from jshard.checkpoint.groups import processes_of_arrays
 from jshard.checkpoint.restore_operation import Extra, Missing, RestoreOperation
 from jshard.checkpoint.saving import TIMEOUT_S
 from jshard.checkpoint.state import leaves as _leaves
@@ -183,20 +184,20 @@ def _operation(
 ) -> tuple[RestoreOperation, LiveState]:
     """Returns the matched move, and the state that it reads."""
     like = _like(state, target)
-    group = _group_of([*_leaves.flatten(state).values(), *_leaves.flatten(like).values()])
+    group = _group_of(state, like)
     live = LiveState(state, group) if names is None else NamedLiveState(state, group, names)
     live.call = "js.reshard(state, {like}{options})"
     return RestoreOperation(live, like, casts_are_shown=False, group=group, **options), live
 
 
-def _group_of(leaves: Iterable[object]) -> ProcessGroup:
-    """Returns the processes that move some arrays together: all that have a device of a mesh of theirs."""
+def _group_of(state: PyTree, like: PyTree) -> ProcessGroup:
+    """Returns the processes that move a state together: all that have a device of a mesh of either state."""
     members: set[int] = set()
-    for leaf in leaves:
-        sharding = getattr(leaf, "sharding", None)
+    for tree in (state, like):
+        leaves = _leaves.flatten(tree)
         # An array on no mesh is one of each process, and says nothing.
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            members |= {device.process_index for device in sharding.device_set}
+        on_meshes = {path: leaf for path, leaf in leaves.items() if _is_on_mesh(leaf)}
+        members = members.union(*processes_of_arrays(on_meshes).values())
     if members and jax.process_index() not in members:
         raise CheckpointError(
             "This process has no part in the move.",
@@ -205,6 +206,12 @@ def _group_of(leaves: Iterable[object]) -> ProcessGroup:
             do="if jax.process_index() in (0, 1): js.reshard(state, target)  # the processes of the two meshes",
         )
     return ProcessGroup(tuple(sorted(members))) if members else all_processes()
+
+
+def _is_on_mesh(leaf: object) -> bool:
+    sharding = getattr(leaf, "sharding", None)
+    # The mesh of an abstract array may be abstract, and names no devices.
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
 
 
 def _like(state: PyTree, target: Target) -> PyTree:

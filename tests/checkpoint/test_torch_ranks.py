@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import math
 import subprocess
 import sys
 
@@ -130,6 +131,11 @@ def test_sharded_tensors_of_fsdp1_are_read_by_their_offsets(tmp_path):
     check_source(TorchSource(write(tmp_path / "run", states)), {"w": W})
 
 
+def test_an_empty_shard_is_left_out_wherever_it_is(tmp_path):
+    states = [{"w": sharded_tensor([((0, 0), W), ((3, 0), W[:0])], W.shape)}]
+    check_source(TorchSource(write(tmp_path / "run", states)), {"w": W})
+
+
 def test_what_all_ranks_hold_whole_is_read_if_they_agree(tmp_path):
     folder = write(tmp_path / "run", [{"w": fsdp(W, rank, 2), "scale": B} for rank in range(2)])
     check_source(TorchSource(folder), {"w": W, "scale": B})
@@ -147,6 +153,29 @@ def test_values_of_which_each_rank_has_its_own_are_noted_and_not_read(tmp_path):
     assert source.notes == ["not read, as the 2 ranks have different values: rank"]
     with pytest.warns(CheckpointWarning, match="different values: rank"):
         js.checkpoint.restore(folder, {"w": np.zeros_like(W)}, extra="ignore")
+
+
+def test_tensors_of_several_shapes_and_values_of_several_types_are_different(tmp_path):
+    steps = (7, 7.0)
+    states = [{"w": fsdp(W, rank, 2), "scale": B[: rank + 1], "step": steps[rank]} for rank in range(2)]
+    source = TorchSource(write(tmp_path / "run", states))
+    assert list(source.leaves) == ["w"]
+    assert not source.values
+    assert source.notes == ["not read, as the 2 ranks have different values: scale, step"]
+
+
+@pytest.mark.parametrize("scales", [(1.0, math.nan), (math.nan, 1.0)])
+def test_a_number_and_none_at_all_are_different(tmp_path, scales):
+    states = [{"w": fsdp(W, rank, 2), "scale": scales[rank]} for rank in range(2)]
+    source = TorchSource(write(tmp_path / "run", states))
+    assert source.notes == ["not read, as the 2 ranks have different values: scale"]
+
+
+def test_a_number_that_is_none_on_all_ranks_is_one_value(tmp_path):
+    states = [{"w": fsdp(W, rank, 2), "scale": math.nan} for rank in range(2)]
+    source = TorchSource(write(tmp_path / "run", states))
+    assert list(source.values) == ["scale"]
+    assert source.notes == []
 
 
 def test_a_file_without_shards_is_read_alone(tmp_path):
@@ -190,6 +219,7 @@ STATES = {
         "not known",
     ),
     "a shard beyond the end": (sharded_tensor([((4, 0), W)], W.shape), "a shard of it"),
+    "a gap as large as an overlap": (sharded_tensor([((0, 0), W[:4]), ((3, 0), W[:3])], W.shape), "some of them twice"),
     "a shard of other dims": (sharded_tensor([((4,), W[0])], W.shape), "a shard of it"),
 }
 

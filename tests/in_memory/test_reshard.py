@@ -113,7 +113,7 @@ def test_linen_parameters_go_where_an_abstract_tree_says():
     params = js.shard_init(init(model), model)
     moved = js.reshard(params, js.abstract_init(init(other), other))
     assert differences(js.gather(moved), js.gather(params)) == []
-    np.testing.assert_allclose(other.apply(moved, x), model.apply(params, x), rtol=1e-6)
+    np.testing.assert_allclose(other.apply(moved, x), model.apply(params, x), rtol=1e-5, atol=1e-6)
 
 
 def test_smaller_floats_are_cast_before_they_are_sent(monkeypatch):

@@ -19,7 +19,7 @@ import numpy as np
 from jshard._files import is_inside, read_bytes
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import torch_pickle
+from jshard.checkpoint.formats import boxes, torch_pickle
 from jshard.checkpoint.formats.source import (
     Box,
     FileRegion,
@@ -28,13 +28,12 @@ from jshard.checkpoint.formats.source import (
     damaged,
     existing,
     leaves_of,
-    read_region,
     stored_array,
 )
 from jshard.checkpoint.formats.torch_archive import Archive
 from jshard.checkpoint.formats.torch_pickle import DTYPES, MOST_PICKLE_BYTES, Record, Unpickled, records, short
 from jshard.checkpoint.manifest import StoredLeaf, is_shape
-from jshard.checkpoint.packed.layout import has_overlap, shape_of, slices_of
+from jshard.checkpoint.packed.layout import shape_of
 
 METADATA = ".metadata"
 
@@ -47,8 +46,7 @@ _ALLOWED = {
     **records("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     **records(_SHARDED, "TensorProperties"),
     **records("torch.serialization", "_get_layout"),
-    **records("pathlib", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
-    **records("pathlib._local", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),  # Python 3.13
+    **torch_pickle.PATHS,
     (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
     (_SHARDED, "MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
 }
@@ -127,38 +125,17 @@ class _Tensor:
             self._places.append(places[item])
             starts.append(chunk.start)
             sizes.append(chunk.size)
-        # By chunk and dim, also for a tensor without chunks or without dims, for which numpy could not infer the shape.
-        rows = (len(chunks), len(leaf.shape))
-        self._start_rows = np.array(starts, np.int64).reshape(rows)
-        self._stop_rows = self._start_rows + np.array(sizes, np.int64).reshape(rows)
+        self._boxes = boxes.StoredBoxes(len(leaf.shape), starts, sizes)
         self._regions: dict[int, FileRegion] = {}
 
     def read(self, box: Box) -> np.ndarray:
         limits = bounds(box, self.leaf.shape)
-        low, high = np.array(limits, np.int64).reshape(-1, 2).T
-        shape = shape_of(limits)
-        size = math.prod(shape)
-
-        # What each chunk has in common with the box.
-        starts = np.maximum(self._start_rows, low)
-        stops = np.minimum(self._stop_rows, high)
-        touched: list[int] = []
-        if size:
-            touched = np.flatnonzero((starts < stops).all(axis=1)).tolist()
+        parts = self._boxes.within(limits)
         # For each box: the numbers of all chunks together may add up with a gap and an overlap, see `_tensor`.
-        self._check_cover(starts[touched], stops[touched], size)
-        for chunk in touched:
-            self._region(chunk)  # before memory is taken: the metadata may state any shape
-
-        values = np.empty(shape, self.leaf.dtype)
-        for chunk in touched:
-            source = _slices(starts[chunk], stops[chunk], self._start_rows[chunk])
-            target = _slices(starts[chunk], stops[chunk], low)
-            out = values
-            if target:  # indexing an array of no dims would copy its number
-                out = values[target]
-            read_region(self._region(chunk), source, out)
-        return values
+        self._check_cover(parts, math.prod(shape_of(limits)))
+        # Before memory is taken: the metadata may state any shape.
+        regions = [self._region(chunk) for chunk in parts.numbers]
+        return parts.read(regions, self.leaf.dtype)
 
     def _region(self, chunk: int) -> FileRegion:
         # Without a lock: several threads may read the same archive, with the same result.
@@ -167,7 +144,7 @@ class _Tensor:
             return self._regions[chunk]
         place = self._places[chunk]
         region = place.tensor()
-        size = tuple((self._stop_rows[chunk] - self._start_rows[chunk]).tolist())
+        size = self._boxes.size(chunk)
         if region.shape != size or region.dtype != self.leaf.dtype:
             is_stored = f"a chunk is {region.shape} {region.dtype}"
             is_described = f"{METADATA} says {size} {self.leaf.dtype}"
@@ -175,24 +152,14 @@ class _Tensor:
         self._regions[chunk] = region
         return region
 
-    def _check_cover(self, starts: np.ndarray, stops: np.ndarray, size: int) -> None:
-        """Checks that every number of a box is in exactly one chunk."""
-        num_covered = int((stops - starts).prod(axis=1).sum())
-        is_overlapping = has_overlap(starts, stops)
-        if num_covered == size and not is_overlapping:
+    def _check_cover(self, parts: boxes.PartsOfBoxes, size: int) -> None:
+        """Checks that every number of a box, of which there are `size`, is in exactly one chunk."""
+        if parts.num_elements == size and not parts.has_overlap:
             return
-        why = f"{self._name}: of the {size} requested numbers, the chunks hold {num_covered}"
-        if is_overlapping:
+        why = f"{self._name}: of the {size} requested numbers, the chunks hold {parts.num_elements}"
+        if parts.has_overlap:
             why += ", some twice."
         raise damaged(self._path / METADATA, why)
-
-
-def _slices(start: np.ndarray, stop: np.ndarray, origin: np.ndarray) -> Box:
-    """Returns a box of a tensor as slices of an array that starts at `origin` in it."""
-    # As Python's integers: numpy's own are slow to compute with one by one.
-    first = (start - origin).tolist()
-    last = (stop - origin).tolist()
-    return slices_of(zip(first, last, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,10 +341,4 @@ def _contains(shape: object, chunks: Iterable[_Chunk]) -> bool:
 def _is_in(shape: tuple[int, ...], chunk: _Chunk) -> bool:
     if not _are_sizes(chunk.start) or not _are_sizes(chunk.size):
         return False
-    if not len(chunk.start) == len(chunk.size) == len(shape):
-        return False
-    for start, size, dim_size in zip(chunk.start, chunk.size, shape, strict=True):
-        stop = start + size
-        if stop > dim_size:
-            return False
-    return True
+    return boxes.is_inside(chunk.start, chunk.size, shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,11 +33,8 @@ def write_safetensors(
     replaced. `beside` has the texts of further files, by name.
     """
     folder = expanded(folder).absolute()
-    # Also of other names: older shards beside new ones would make another checkpoint of both.
-    taken = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
-    for name in beside:
-        taken.append(folder / name)
-    check_export("safetensors", sorted(taken), source, list(source.leaves), _DTYPE_NAMES)
+    files = _files_in_the_way(folder, beside)
+    check_export("safetensors", files, source, list(source.leaves), _DTYPE_NAMES)
     shards = _shards(source.leaves, max_shard_bytes)
     shard_names = _shard_names(len(shards))
     texts = dict(beside)
@@ -56,6 +53,15 @@ def write_safetensors(
     return [folder / name for name in names]
 
 
+def _files_in_the_way(folder: Path, beside: Iterable[str]) -> list[Path]:
+    """Returns the files that may not exist: those of a safetensors checkpoint, and these further ones."""
+    # Also of other names: older shards beside new ones would make another checkpoint of both.
+    files = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
+    for name in beside:
+        files.append(folder / name)
+    return sorted(files)
+
+
 def _shards(leaves: Mapping[str, StoredLeaf], max_shard_bytes: float) -> list[list[str]]:
     """Returns the arrays of each file, in order, divided as huggingface_hub does."""
     shards: list[list[str]] = [[]]
@@ -68,16 +74,22 @@ def _shards(leaves: Mapping[str, StoredLeaf], max_shard_bytes: float) -> list[li
         num_bytes += leaf.nbytes
 
     def widest_first(name: str) -> tuple[int, str]:
-        return -np.dtype(leaves[name].dtype).itemsize, name
+        dtype = np.dtype(leaves[name].dtype)
+        return -dtype.itemsize, name
 
-    # Within a file the widest elements come first, as in the package, so that every array is aligned.
-    return [sorted(shard, key=widest_first) for shard in shards]
+    for shard in shards:
+        # Within a file the widest elements come first, as in the package, so that every array is aligned.
+        shard.sort(key=widest_first)
+    return shards
 
 
 def _shard_names(count: int) -> list[str]:
     if count == 1:
         return ["model" + SUFFIX]
-    return [f"model-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+    names = []
+    for number in range(1, count + 1):
+        names.append(f"model-{number:05}-of-{count:05}{SUFFIX}")
+    return names
 
 
 def _index_text(leaves: Mapping[str, StoredLeaf], shards: Sequence[Sequence[str]], names: Sequence[str]) -> str:
@@ -85,32 +97,39 @@ def _index_text(leaves: Mapping[str, StoredLeaf], shards: Sequence[Sequence[str]
     file_of: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
         file_of |= dict.fromkeys(shard, name)
-    total_size = sum(leaf.nbytes for leaf in leaves.values())
-    index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
+    metadata = {"total_size": sum(leaf.nbytes for leaf in leaves.values())}
+    index = {"metadata": metadata, "weight_map": file_of}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def _write_file(stream: BinaryIO, source: ArraySource, names: list[str], on_written: Callable[[int], object]) -> None:
-    # transformers refuses files that do not name the framework of their arrays
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        leaf = source.leaves[name]
-        start = end
-        end += leaf.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[np.dtype(leaf.dtype)],
-            "shape": list(leaf.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # aligns the data
-    stream.write(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        leaf = source.leaves[name]
+    leaves = {name: source.leaves[name] for name in names}
+    header = _header(leaves)
+    length = len(header).to_bytes(8, "little")
+    stream.write(length + header)
+    for name, leaf in leaves.items():
         array = source.read(name, whole(leaf))
         # The header is written: an array of another size would shift all that follow it.
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             raise ValueError(f"{name} was declared as {leaf.shape} {leaf.dtype} but is {array.shape} {array.dtype}")
-        stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        elements = np.ascontiguousarray(array).reshape(-1)
+        stream.write(elements.view(np.uint8).data)
         on_written(array.nbytes)
+
+
+def _header(leaves: Mapping[str, StoredLeaf]) -> bytes:
+    """Returns the description of the arrays of a file, which follow it in this order."""
+    # transformers refuses files that do not name the framework of their arrays
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, leaf in leaves.items():
+        start = end
+        end += leaf.nbytes
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[np.dtype(leaf.dtype)],
+            "shape": list(leaf.shape),
+            "data_offsets": [start, end],
+        }
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    num_spaces = -len(header) % 8  # aligns the data
+    return header + b" " * num_spaces

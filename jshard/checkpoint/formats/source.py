@@ -107,10 +107,11 @@ def are_sizes(numbers: object) -> TypeGuard[Sequence[int]]:
     """
     if not isinstance(numbers, tuple | list):
         return False
-    return all(_is_size(number) for number in numbers)
+    return all(is_size(number) for number in numbers)
 
 
-def _is_size(number: object) -> bool:
+def is_size(number: object) -> TypeGuard[int]:
+    """Returns whether an item of somebody else's file is a size; see `are_sizes`."""
     # No `isinstance`: True would be a size of 1.
     return type(number) is int and 0 <= number < 1 << 62
 

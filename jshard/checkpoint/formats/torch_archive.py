@@ -14,7 +14,7 @@ import numpy as np
 
 from jshard._files import open_regular
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats.source import FileRegion, are_sizes, damaged, read_region
+from jshard.checkpoint.formats.source import FileRegion, are_sizes, damaged, is_size, read_region
 from jshard.checkpoint.formats.torch_inert import OTHER_DTYPES, OtherDtype
 from jshard.checkpoint.formats.torch_pickle import (
     DTYPES,
@@ -307,9 +307,8 @@ def _region(storage: object, offset: Unpickled, size: object, stride: object, dt
         raise ValueError("a tensor without a storage")
     size = _dims(size)
     stride = _dims(stride)
-    is_offset = type(offset) is int and 0 <= offset < 1 << 62
     # A negative offset would lead to bytes before the tensor, which are of another.
-    if len(size) != len(stride) or not is_offset:
+    if len(size) != len(stride) or not is_size(offset):
         raise ValueError(f"a tensor of size {size}, stride {stride} at {short(offset)}")
     itemsize = DTYPES[dtype].itemsize
     offset_bytes = offset * itemsize

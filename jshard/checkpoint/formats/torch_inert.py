@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jshard.checkpoint.formats.torch_pickle import Ordered, Record, Unpickled, records, sealed
+from jshard.checkpoint.formats.torch_pickle import PATHS, Ordered, Record, Unpickled, records, sealed
 
 
 class NoNumbers(Record):
@@ -52,39 +52,42 @@ def _counter(items: Unpickled = None) -> object:
 
 
 OTHER_DTYPES = ("complex32", "float4_e2m1fn_x2")
+_TYPES = ("int", "long", "float", "str", "bool", "list", "dict", "tuple", "Ellipsis")
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
     "lightning_fabric.utilities.data",
     "pytorch_lightning.utilities.parsing",
 )
-_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 def _builtins(module: str) -> dict[tuple[str, str], Any]:
     # A pickle gets the name of a type, which it cannot call: as the argument of a `defaultdict`.
-    types = {
-        (module, name): name for name in ("int", "long", "float", "str", "bool", "list", "dict", "tuple", "Ellipsis")
-    }
-    return types | records(module, "slice", "range", "frozenset", "bytearray")
+    types = {(module, name): name for name in _TYPES}
+    values = records(module, "slice", "range", "frozenset", "bytearray")
+    return types | values
 
 
-INERT: dict[tuple[str, str], Any] = {
+_TORCH_NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _OnMeta,
     ("torch._utils", "_rebuild_sparse_tensor"): _Sparse,
     ("torch._utils", "_rebuild_nested_tensor"): _Nested,
     **{("torch", name): name for name in OTHER_DTYPES},
     **records("torch.serialization", "_get_layout"),
+}
+_NUMPY_NAMES = {
+    **records("numpy", "dtype", "ndarray"),
+    **records("numpy.core.multiarray", "scalar", "_reconstruct"),
+    **records("numpy._core.multiarray", "scalar", "_reconstruct"),  # NumPy 2
+}
+_PYTHON_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): _Filled,
     ("collections", "Counter"): _counter,
     **{(module, "AttributeDict"): _Filled for module in _ATTRIBUTE_DICTS},
     **records("argparse", "Namespace"),
-    **records("pathlib", *_PATHS),
-    **records("pathlib._local", *_PATHS),  # Python 3.13
+    **PATHS,
     **records("datetime", "datetime", "date", "time", "timedelta", "timezone"),
-    **records("numpy", "dtype", "ndarray"),
-    **records("numpy.core.multiarray", "scalar", "_reconstruct"),
-    **records("numpy._core.multiarray", "scalar", "_reconstruct"),  # NumPy 2
     **_builtins("builtins"),
     **_builtins("__builtin__"),  # Python 2's name of the module, which older protocols write
 }
+INERT: dict[tuple[str, str], Any] = {**_TORCH_NAMES, **_NUMPY_NAMES, **_PYTHON_NAMES}
 """The names of values that are not read."""

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 
 from jshard._files import open_regular
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats.source import damaged
+from jshard.checkpoint.formats.source import damaged, is_size
 from jshard.checkpoint.formats.torch_archive import TENSOR, Storage
 from jshard.checkpoint.formats.torch_pickle import DTYPES, Allowed, Unpickled, load_each, short
 from jshard.errors import RunError
@@ -70,20 +70,7 @@ class _Layout(NamedTuple):
 def _layout(path: Path, content: bytes, names: Allowed) -> _Layout:
     """Reads the pickles for the storages alone."""
     sizes: dict[str, _Size] = {}
-
-    def unplaced(
-        kind: object, dtype: Unpickled, key: object, location: object, numel: Unpickled, view: object = None
-    ) -> Storage:
-        is_size = type(numel) is int and 0 <= numel < 1 << 62
-        if kind != "storage" or dtype not in DTYPES or not isinstance(key, str) or not is_size:
-            raise ValueError(f"a storage has the key {short(key)} and {short(numel)} elements")
-        if view is not None:
-            raise _storage_in_storage(path)
-        size = _Size(numel, dtype)
-        if sizes.setdefault(key, size) != size:
-            raise ValueError(f"its storage {short(key)} has several sizes")
-        return Storage(path, 0, size.num_bytes, dtype)
-
+    unplaced = functools.partial(_unplaced, path, sizes)
     values, end = load_each(content, _NUM_PICKLES, names, path, storage=unplaced)
     magic, protocol, system, _, keys = values
     is_torch = magic == _MAGIC and protocol == _PROTOCOL
@@ -92,6 +79,27 @@ def _layout(path: Path, content: bytes, names: Allowed) -> _Layout:
     if system.get("little_endian") is not True:
         raise damaged(path, "it is not little-endian.")
     return _Layout(end, keys, sizes)
+
+
+def _unplaced(
+    path: Path,
+    sizes: dict[str, _Size],
+    kind: object,
+    dtype: Unpickled,
+    key: object,
+    location: object,
+    numel: Unpickled,
+    view: object = None,
+) -> Storage:
+    """Notes the size of a storage whose place in the file is not known yet."""
+    if kind != "storage" or dtype not in DTYPES or not isinstance(key, str) or not is_size(numel):
+        raise ValueError(f"a storage has the key {short(key)} and {short(numel)} elements")
+    if view is not None:
+        raise _storage_in_storage(path)
+    size = _Size(numel, dtype)
+    if sizes.setdefault(key, size) != size:
+        raise ValueError(f"its storage {short(key)} has several sizes")
+    return Storage(path, 0, size.num_bytes, dtype)
 
 
 def _storages(path: Path, file: BinaryIO, layout: _Layout) -> dict[str, Storage]:

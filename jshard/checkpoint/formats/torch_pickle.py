@@ -147,6 +147,13 @@ PLAIN: dict[tuple[str, str], Any] = {
 }
 """The names in pickles of plain Python values and small PyTorch ones."""
 
+_PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+PATHS: dict[tuple[str, str], Any] = {
+    **records("pathlib", *_PATH_CLASSES),
+    **records("pathlib._local", *_PATH_CLASSES),  # Python 3.13
+}
+"""The names of paths."""
+
 
 MOST_PICKLE_BYTES = 1 << 30
 MAX_DIMS = 64

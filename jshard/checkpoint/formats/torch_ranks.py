@@ -18,6 +18,7 @@ import numpy as np
 
 from jshard._text import counted
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats.boxes import StoredBoxes
 from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, read_region, stored_array
 from jshard.checkpoint.formats.torch_pickle import Unpickled
 from jshard.checkpoint.formats.torch_shards import FilePart, Sharded, StoredBox, part_of
@@ -59,42 +60,33 @@ def files_of_group(path: Path, files: Mapping[int, Path]) -> list[Path]:
 class _ShardedArray:
     """A tensor in boxes, which make it up: none is missing, and no two have a number in common."""
 
-    def __init__(self, name: str, file: Path, parts: Sequence[FilePart]) -> None:
-        first = parts[0]
-        self.leaf = stored_array(first.shape, first.dtype)
-        # Replicas are alike by definition: the first one is read.
-        pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredBox] = {}
-        for part in parts:
-            for piece in part.pieces:
-                pieces.setdefault((piece.start, piece.region.shape), piece)
-        self._pieces = list(pieces.values())
-        by_piece_and_dim = (len(pieces), len(first.shape))
-        starts = [piece.start for piece in self._pieces]
-        sizes = [piece.region.shape for piece in self._pieces]
-        self._starts = np.array(starts, np.int64).reshape(by_piece_and_dim)
-        self._stops = self._starts + np.array(sizes, np.int64).reshape(by_piece_and_dim)
+    def __init__(self, name: str, folder: Path, parts: Sequence[FilePart]) -> None:
+        shape = parts[0].shape
+        self.leaf = stored_array(shape, parts[0].dtype)
+        pieces = _without_replicas(parts)
+        self._regions = [piece.region for piece in pieces]
+        starts = [piece.start for piece in pieces]
+        sizes = [region.shape for region in self._regions]
+        self._boxes = StoredBoxes(len(shape), starts, sizes)
         num_stored = sum(map(math.prod, sizes))
-        if num_stored != math.prod(first.shape) or _has_overlap(self._starts, self._stops):
-            raise _incomplete(name, file, first.shape, num_stored, len(parts))
+        if num_stored != math.prod(shape) or self._boxes.has_overlap:
+            raise _incomplete(name, folder, shape, num_stored, len(parts))
 
     def read(self, box: Box) -> np.ndarray:
         """Reads a box of the tensor, as a new array."""
         limits = bounds(box, self.leaf.shape)
-        low = np.array([start for start, _ in limits], np.int64)
-        high = np.array([stop for _, stop in limits], np.int64)
-        shape = np.maximum(high - low, 0).tolist()
-        values = np.empty(shape, np.dtype(self.leaf.dtype))
-        starts = np.maximum(self._starts, low)
-        stops = np.minimum(self._stops, high)
-        touched = np.flatnonzero((starts < stops).all(axis=1)).tolist() if values.size else []
-        for number in touched:
-            source = _slices(starts[number], stops[number], self._starts[number])
-            target = _slices(starts[number], stops[number], low)
-            out = values
-            if target:  # indexing an array of no dims would copy its number
-                out = values[target]
-            read_region(self._pieces[number].region, source, out)
-        return values
+        parts = self._boxes.within(limits)
+        regions = [self._regions[number] for number in parts.numbers]
+        return parts.read(regions, self.leaf.dtype)
+
+
+def _without_replicas(parts: Iterable[FilePart]) -> list[StoredBox]:
+    """Returns the boxes of a tensor, each once: replicas are alike by definition, and the first one is read."""
+    by_place: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredBox] = {}
+    for part in parts:
+        for piece in part.pieces:
+            by_place.setdefault((piece.start, piece.region.shape), piece)
+    return list(by_place.values())
 
 
 class _ReplicatedArray:
@@ -139,15 +131,12 @@ def joined(files: Sequence[Path], contents: Sequence[Mapping[str, Unpickled]]) -
         items = [content[name] for content in contents if name in content]
         if any(isinstance(item, Sharded) for item in items):
             arrays[name] = shards.array(name)
-        elif all(isinstance(item, FileRegion) for item in items):
-            if len({(item.shape, item.dtype) for item in items}) > 1:
-                different.append(name)
-            else:
-                arrays[name] = _ReplicatedArray(name, items)
-        elif _are_equal(items):
-            values[name] = items[0]
-        else:
+        elif not _are_alike(items):
             different.append(name)
+        elif isinstance(items[0], FileRegion):
+            arrays[name] = _ReplicatedArray(name, items)
+        else:
+            values[name] = items[0]
     return Joined(arrays, values, _notes(different, len(files)))
 
 
@@ -184,35 +173,30 @@ _MAX_WORK = 1_000_000
 _MAX_WORK_EACH = 256
 
 
-def _are_equal(items: Sequence[Unpickled]) -> bool:
-    """Returns whether all ranks have the same plain value; other values are never read, and count as equal."""
+def _are_alike(items: Sequence[Unpickled]) -> bool:
+    """Returns whether all ranks have the same plain value, or a tensor of the same shape and dtype.
+
+    The numbers of tensors are compared when they are read. Other values are never read, and count as alike.
+    """
     if len({type(item) for item in items}) > 1:
         return False
-    if not isinstance(items[0], int | float | str | bytes):
-        return True
-    return all(item == items[0] or item != item for item in items)  # NaN is not equal to itself
+    first = items[0]
+    if isinstance(first, FileRegion):
+        return all((region.shape, region.dtype) == (first.shape, first.dtype) for region in items)
+    if isinstance(first, int | float | str | bytes):
+        is_nan = first != first
+        return all(item == first or (is_nan and item != item) for item in items)
+    return True
 
 
 def _notes(different: Sequence[str], num_ranks: int) -> list[str]:
     if not different:
         return []
-    shown = ", ".join(map(printable, different[:3]))
-    more = f" and {len(different) - 3} more" if len(different) > 3 else ""
-    return [f"not read, as the {num_ranks} ranks have different values: {shown}{more}"]
-
-
-def _slices(start: np.ndarray, stop: np.ndarray, origin: np.ndarray) -> Box:
-    """Returns a box of a tensor as slices of an array that starts at `origin` in it."""
-    return tuple(slice(first, last) for first, last in zip(start - origin, stop - origin, strict=True))
-
-
-def _has_overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
-    """Returns whether any two boxes have a number in common."""
-    for number in range(len(starts) - 1):
-        is_common = (starts[number] < stops[number + 1 :]) & (starts[number + 1 :] < stops[number])
-        if is_common.all(axis=1).any():
-            return True
-    return False
+    note = f"not read, as the {num_ranks} ranks have different values: "
+    note += ", ".join(map(printable, different[:3]))
+    if len(different) > 3:
+        note += f" and {len(different) - 3} more"
+    return [note]
 
 
 def _incomplete(name: str, folder: Path, shape: tuple[int, ...], num_stored: int, num_files: int) -> CheckpointError:

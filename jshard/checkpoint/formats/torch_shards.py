@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats.boxes import is_inside
 from jshard.checkpoint.formats.source import FileRegion, damaged
 from jshard.checkpoint.formats.torch_archive import TENSOR
 from jshard.checkpoint.formats.torch_pickle import (
@@ -93,11 +94,7 @@ _DTENSOR_MODULES = (
     "torch.distributed._tensor",
     "torch.distributed._tensor.api",
 )
-SHARDED: dict[tuple[str, str], Any] = {
-    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-    ("torch._utils", "_rebuild_wrapper_subclass"): _Wrapper,
-    ("builtins", "getattr"): _attribute,
-    ("__builtin__", "getattr"): _attribute,
+_DTENSOR_NAMES: dict[tuple[str, str], Any] = {
     **{(module, "DTensor"): _DTensor for module in _DTENSOR_MODULES},
     **_placements("torch.distributed.tensor.placement_types"),
     **_placements("torch.distributed._tensor.placement_types"),
@@ -106,6 +103,8 @@ SHARDED: dict[tuple[str, str], Any] = {
     **records("torch.distributed.device_mesh", "DeviceMesh"),
     **records("torch.distributed._tensor.device_mesh", "DeviceMesh"),
     **records("torch.distributed._mesh_layout", "_MeshLayout", "_FlatLayout"),
+}
+_SHARDED_TENSOR_NAMES: dict[tuple[str, str], Any] = {
     (f"{_SHARDED}.sharded_tensor.api", "ShardedTensor"): _ShardedTensor,
     (f"{_SHARDED}.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): MEMORY_FORMAT,
     **records(f"{_SHARDED}.sharded_tensor.metadata", "ShardedTensorMetadata", "TensorProperties"),
@@ -114,6 +113,14 @@ SHARDED: dict[tuple[str, str], Any] = {
     **records(f"{_SHARDED}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
     **records(f"{_SHARDED}.sharding_spec.api", "EnumerableShardingSpec"),
     **records("torch.distributed.remote_device", "_remote_device"),
+}
+SHARDED: dict[tuple[str, str], Any] = {
+    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _Wrapper,
+    ("builtins", "getattr"): _attribute,
+    ("__builtin__", "getattr"): _attribute,
+    **_DTENSOR_NAMES,
+    **_SHARDED_TENSOR_NAMES,
 }
 """The names of tensors in shards. Those of TENSOR are allowed with them."""
 
@@ -154,17 +161,11 @@ def part_of(file: Path, name: str, sharded: Sharded) -> FilePart:
         raise _unknown(file, name, "it is of another class than DTensor and ShardedTensor.")
     for piece in pieces:
         region = piece.region
-        if region.dtype != dtype or not _is_inside(piece, shape):
-            is_at = f"{region.shape} {region.dtype} at {piece.start}"
-            raise damaged(file, f"{printable(name)} is {shape} {dtype}, and a shard of it {is_at}.")
+        if region.dtype != dtype or not is_inside(piece.start, region.shape, shape):
+            tensor_is = f"{printable(name)} is {shape} {dtype}"
+            shard_is = f"{region.shape} {region.dtype} at {piece.start}"
+            raise damaged(file, f"{tensor_is}, and a shard of it {shard_is}.")
     return FilePart(shape, dtype, pieces, work + len(pieces))
-
-
-def _is_inside(piece: StoredBox, shape: tuple[int, ...]) -> bool:
-    if len(piece.start) != len(shape):
-        return False
-    dims = zip(piece.start, piece.region.shape, shape, strict=True)
-    return all(start + size <= dim_size for start, size, dim_size in dims)
 
 
 def _described(file: Path, name: str, args: Unpickled) -> tuple[tuple[int, ...], np.dtype]:
@@ -179,8 +180,10 @@ def _described(file: Path, name: str, args: Unpickled) -> tuple[tuple[int, ...],
 def _fields(state: Unpickled) -> Mapping[object, Unpickled]:
     """Returns the fields of an object; its state is a dict, or with slots a pair with one."""
     if isinstance(state, tuple) and len(state) == 2:
-        state = state[1]
-    return state if isinstance(state, dict) else {}
+        _, state = state
+    if isinstance(state, dict):
+        return state
+    return {}
 
 
 # ---- DTensor
@@ -192,12 +195,29 @@ def _pieces_of_dtensor(
     """Returns the boxes of the local numbers, and the work of finding them."""
     spec = fields.get("_spec")
     local = fields.get("_local_tensor")
-    mesh = spec.get("mesh") if isinstance(spec, Record) else None
+    mesh = None
+    if isinstance(spec, Record):
+        mesh = spec.get("mesh")
     if not isinstance(spec, Record) or not isinstance(mesh, Record) or not isinstance(local, FileRegion):
         raise _unknown(file, name, "it has no local numbers, or no mesh.")
     coordinate = mesh.get("_coordinate_on_dim")
     if coordinate is None:
         return [], 0  # this rank is not in the mesh, and holds nothing
+    axes = _axes(file, name, spec, mesh, coordinate)
+    ranges, work = _local_ranges(file, name, shape, axes)
+    return _pieces(file, name, ranges, local), work
+
+
+class _Axis(NamedTuple):
+    """An axis of a tensor's mesh, whose placement is not checked yet."""
+
+    degree: int
+    index: int  # of this rank
+    placement: Unpickled
+
+
+def _axes(file: Path, name: str, spec: Record, mesh: Record, coordinate: Unpickled) -> list[_Axis]:
+    """Returns the axes of a mesh in their order, which is that of the cuts."""
     placements = spec.get("placements")
     degrees = _degrees(mesh)
     if not _are_indices(coordinate, degrees) or not isinstance(placements, tuple | list):
@@ -205,34 +225,48 @@ def _pieces_of_dtensor(
     if len(placements) != len(degrees):
         raise _unknown(file, name, f"it has {len(placements)} placements on a mesh of {len(degrees)} axes.")
     _check_order(file, name, spec.get("shard_order"))
+    axes = []
+    for degree, index, placement in zip(degrees, coordinate, placements, strict=True):
+        axes.append(_Axis(degree, index, placement))
+    return axes
+
+
+def _local_ranges(file: Path, name: str, shape: Sequence[int], axes: Sequence[_Axis]) -> tuple[list[list[_Range]], int]:
+    """Returns the ranges of each dim that this rank holds, and the work of finding them."""
     ranges: list[list[_Range]] = [[(0, size)] for size in shape]
     work = 0
-    for placement, degree, index in zip(placements, degrees, coordinate, strict=True):
-        if isinstance(placement, _ReplicatePlacement):
+    for axis in axes:
+        if isinstance(axis.placement, _ReplicatePlacement):
             continue
-        dim, num_groups = _cut_of(file, name, placement, len(shape))
+        dim, num_groups = _cut_of(file, name, axis.placement, len(shape))
         num_steps = num_groups * len(ranges[dim])
         if num_steps > _MAX_PIECES:
             raise _unknown(file, name, f"it is cut into {num_steps} parts on one device.")
         work += num_steps
-        shares = _shares(_length(ranges[dim]), num_groups, degree, index)
-        ranges[dim] = _taken(ranges[dim], shares)
-    return _pieces(file, name, ranges, local), work
+        shares = _shares(_length(ranges[dim]), num_groups, axis)
+        ranges[dim] = _ranges_of_shares(ranges[dim], shares)
+    return ranges, work
 
 
 def _degrees(mesh: Record) -> list[int]:
     """Returns the degrees of the axes of a mesh, as one of the versions of PyTorch stores them; else an empty list."""
     layout = mesh.get("_layout")
-    ranks = mesh.get("mesh")
     if isinstance(layout, Record):
-        axes = layout.get("axes")
-        if isinstance(axes, tuple | list):  # since 2.13
-            return [_product(axis.get("shape")) for axis in axes if isinstance(axis, Record)]
-        shape = layout.get("shape")  # since 2.9; of several axes in one it is nested
-        return [_product(size) for size in shape] if isinstance(shape, tuple | list) else [_product(shape)]
+        return _degrees_of_layout(layout)
+    ranks = mesh.get("mesh")
     if isinstance(ranks, FileRegion):
         return list(ranks.shape)
     return []
+
+
+def _degrees_of_layout(layout: Record) -> list[int]:
+    axes = layout.get("axes")
+    if isinstance(axes, tuple | list):  # since 2.13
+        return [_product(axis.get("shape")) for axis in axes if isinstance(axis, Record)]
+    sizes = layout.get("shape")  # since 2.9; of several axes in one it is nested
+    if isinstance(sizes, tuple | list):
+        return [_product(size) for size in sizes]
+    return [_product(sizes)]
 
 
 def _product(sizes: Unpickled, levels: int = 8) -> int:
@@ -241,14 +275,18 @@ def _product(sizes: Unpickled, levels: int = 8) -> int:
         return sizes
     if not isinstance(sizes, tuple | list) or not 0 < len(sizes) < levels:
         return 0
-    return min(math.prod(_product(size, levels - 1) for size in sizes), _MAX_DEGREE)
+    product = math.prod(_product(size, levels - 1) for size in sizes)
+    return min(product, _MAX_DEGREE)
 
 
 def _are_indices(coordinate: Unpickled, degrees: Sequence[int]) -> bool:
     """Returns whether a coordinate is in a mesh of these degrees."""
     if not isinstance(coordinate, tuple | list) or not degrees or len(coordinate) != len(degrees):
         return False
-    return all(type(index) is int and 0 <= index < degree for index, degree in zip(coordinate, degrees, strict=True))
+    for index, degree in zip(coordinate, degrees, strict=True):
+        if type(index) is not int or not 0 <= index < degree:
+            return False
+    return True
 
 
 def _check_order(file: Path, name: str, order: Unpickled) -> None:
@@ -257,14 +295,17 @@ def _check_order(file: Path, name: str, order: Unpickled) -> None:
         return
     entries = order if isinstance(order, tuple | list) else [order]
     for entry in entries:
-        axes = entry.args[1] if isinstance(entry, Record) and len(entry.args) == 2 else None
+        axes = None
+        if isinstance(entry, Record) and len(entry.args) == 2:
+            _, axes = entry.args
         if not isinstance(axes, tuple | list) or not _are_ascending(axes):
             raise _unknown(file, name, f"it is cut in the order of devices {short(entry)}.")
 
 
-def _are_ascending(axes: Sequence[object]) -> bool:
-    numbers = [axis for axis in axes if type(axis) is int]
-    return len(numbers) == len(axes) and numbers == sorted(numbers)
+def _are_ascending(axes: Sequence[Any]) -> bool:
+    if any(type(axis) is not int for axis in axes):
+        return False
+    return list(axes) == sorted(axes)
 
 
 def _cut_of(file: Path, name: str, placement: Unpickled, ndim: int) -> tuple[int, int]:
@@ -287,36 +328,40 @@ def _length(ranges: Sequence[_Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def _shares(length: int, num_groups: int, degree: int, index: int) -> list[_Range]:
-    """Returns the ranges, in a dim of this length, that the device with this index gets.
+def _shares(length: int, num_groups: int, axis: _Axis) -> list[_Range]:
+    """Returns the ranges that this rank gets of so many numbers: a chunk of each group of them.
 
     As `torch.chunk`: the parts of a dim are equal, but the last ones may be smaller, or empty.
     """
     shares = []
-    for start, stop in (_chunk(length, num_groups, group) for group in range(num_groups)):
-        first, last = _chunk(stop - start, degree, index)
-        shares.append((start + first, start + last))
+    for group in range(num_groups):
+        group_start, group_stop = _chunk(length, num_groups, group)
+        start, stop = _chunk(group_stop - group_start, axis.degree, axis.index)
+        shares.append((group_start + start, group_start + stop))
     return shares
 
 
 def _chunk(length: int, count: int, index: int) -> _Range:
     """Returns the range of one of so many chunks."""
-    chunk = -(-length // count)
-    return min(index * chunk, length), min((index + 1) * chunk, length)
+    chunk_size = -(-length // count)
+    start = min(index * chunk_size, length)
+    stop = min(start + chunk_size, length)
+    return start, stop
 
 
-def _taken(ranges: Sequence[_Range], shares: Sequence[_Range]) -> list[_Range]:
-    """Returns shares of the numbers in some ranges, as ranges of the same dim."""
-    taken: list[_Range] = []
-    for low, high in shares:
-        passed = 0
+def _ranges_of_shares(ranges: Sequence[_Range], shares: Sequence[_Range]) -> list[_Range]:
+    """Returns shares of the numbers in some ranges of a dim, as ranges of that dim."""
+    ranges_of_shares: list[_Range] = []
+    for share_start, share_stop in shares:
+        # A share counts the numbers in the ranges, which follow each other without the gaps between them.
+        num_before = 0
         for start, stop in ranges:
-            first = max(low - passed, 0)
-            last = min(high - passed, stop - start)
-            if first < last:
-                taken.append((start + first, start + last))
-            passed += stop - start
-    return taken
+            common_start = max(start, start + share_start - num_before)
+            common_stop = min(stop, start + share_stop - num_before)
+            if common_start < common_stop:
+                ranges_of_shares.append((common_start, common_stop))
+            num_before += stop - start
+    return ranges_of_shares
 
 
 def _pieces(file: Path, name: str, ranges: Sequence[Sequence[_Range]], local: FileRegion) -> list[StoredBox]:
@@ -329,55 +374,85 @@ def _pieces(file: Path, name: str, ranges: Sequence[Sequence[_Range]], local: Fi
     num_pieces = math.prod(map(len, ranges))
     if num_pieces > _MAX_PIECES:
         raise _unknown(file, name, f"it is in {num_pieces} parts on one device.")
-    pieces = []
-    for boxes in itertools.product(*map(_placed, ranges)):
-        offset = local.offset
-        for (_, at, _), stride in zip(boxes, local.strides, strict=True):
-            offset += at * stride
-        start = tuple(box[0] for box in boxes)
-        sizes = tuple(box[2] for box in boxes)
-        pieces.append(StoredBox(start, local._replace(offset=offset, shape=sizes)))
-    return pieces
+    return [_piece(side_by_dim, local) for side_by_dim in itertools.product(*map(_sides, ranges))]
 
 
-def _placed(ranges: Sequence[_Range]) -> list[tuple[int, int, int]]:
-    """Returns for each range where it begins in the tensor, and in the local numbers, and its size."""
-    placed = []
-    at = 0
+class _Side(NamedTuple):
+    """A box along one dim."""
+
+    start: int  # in the tensor
+    local_start: int  # in the local numbers
+    size: int
+
+
+def _sides(ranges: Sequence[_Range]) -> list[_Side]:
+    """Returns the ranges of a dim with their places in the local numbers, where they follow each other."""
+    sides = []
+    local_start = 0
     for start, stop in ranges:
-        placed.append((start, at, stop - start))
-        at += stop - start
-    return placed
+        size = stop - start
+        sides.append(_Side(start, local_start, size))
+        local_start += size
+    return sides
+
+
+def _piece(side_by_dim: Sequence[_Side], local: FileRegion) -> StoredBox:
+    offset = local.offset
+    for side, stride in zip(side_by_dim, local.strides, strict=True):
+        offset += side.local_start * stride
+    start = tuple(side.start for side in side_by_dim)
+    sizes = tuple(side.size for side in side_by_dim)
+    region = local._replace(offset=offset, shape=sizes)
+    return StoredBox(start, region)
 
 
 # ---- ShardedTensor
 
 
 def _pieces_of_sharded_tensor(file: Path, name: str, state: Unpickled) -> list[StoredBox]:
-    shards = state[0] if isinstance(state, tuple) and state else None
+    """Returns the boxes of the shards, without empty ones; the state is a tuple that begins with their list."""
+    shards = None
+    if isinstance(state, tuple) and state:
+        shards = state[0]
     if not isinstance(shards, list):
         raise _unknown(file, name, "it has no list of shards.")
     pieces = []
     for shard in shards:
-        fields = _fields(shard.state) if isinstance(shard, Record) else {}
-        region = fields.get("tensor")
-        metadata = fields.get("metadata")
-        box = _fields(metadata.state) if isinstance(metadata, Record) else {}
-        start = _sizes(box.get("shard_offsets"))
-        sizes = _sizes(box.get("shard_sizes"))
-        if not isinstance(region, FileRegion) or start is None or sizes is None or len(start) != len(sizes):
-            raise _unknown(file, name, "a shard has no numbers, or no place.")
-        if region.shape != sizes:
-            raise damaged(file, f"a shard of {printable(name)} has the shape {region.shape}, and should have {sizes}.")
-        if 0 not in region.shape:
-            pieces.append(StoredBox(start, region))
+        piece = _piece_of_shard(file, name, shard)
+        if 0 not in piece.region.shape:
+            pieces.append(piece)
     return pieces
+
+
+def _piece_of_shard(file: Path, name: str, shard: Unpickled) -> StoredBox:
+    """Returns the box of a shard: its tensor, and metadata with its place."""
+    fields = _fields_of(shard)
+    metadata = _fields_of(fields.get("metadata"))
+    region = fields.get("tensor")
+    start = _sizes(metadata.get("shard_offsets"))
+    sizes = _sizes(metadata.get("shard_sizes"))
+    if not isinstance(region, FileRegion) or start is None or sizes is None or len(start) != len(sizes):
+        raise _unknown(file, name, "a shard has no numbers, or no place.")
+    if region.shape != sizes:
+        raise damaged(file, f"a shard of {printable(name)} has the shape {region.shape}, and should have {sizes}.")
+    return StoredBox(start, region)
+
+
+def _fields_of(item: Unpickled) -> Mapping[object, Unpickled]:
+    """Returns the fields of an item of a pickle; none if it is no object."""
+    if isinstance(item, Record):
+        return _fields(item.state)
+    return {}
 
 
 def _sizes(numbers: Unpickled) -> tuple[int, ...] | None:
     """Returns offsets or sizes, which PyTorch has in a list; None if they are none."""
-    sizes = tuple(numbers) if isinstance(numbers, tuple | list) else None
-    return sizes if is_shape(sizes) else None
+    if not isinstance(numbers, tuple | list):
+        return None
+    sizes = tuple(numbers)
+    if not is_shape(sizes):
+        return None
+    return sizes
 
 
 def _unknown(file: Path, name: str, why: str) -> CheckpointError:

@@ -62,7 +62,11 @@ def held_parts(leaf: jax.Array | np.ndarray, *, first: int = 0) -> list[tuple[np
 
 def sums_of(parts: Iterable[tuple[np.ndarray, Box]], shape: Sequence[int]) -> Sums:
     """Returns the sums over some boxes of a leaf; elements beyond its shape are padding."""
-    return add(box_sums(values[_without_padding(box, shape)], box, shape) for values, box in parts)
+    sums = []
+    for values, box in parts:
+        in_leaf = values[_without_padding(box, shape)]
+        sums.append(box_sums(in_leaf, box, shape))
+    return add(sums)
 
 
 def _without_padding(box: Box, shape: Sequence[int]) -> Box:
@@ -79,25 +83,36 @@ def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
     words = _words(values)
     # An array of no dims is a matrix of one element.
     box_shape = values.shape or (1,)
+    leaf_shape = shape or (1,)
     starts = [part.start or 0 for part in box] or [0]
     num_columns = words.shape[-1]
     words_per_element = num_columns // max(box_shape[-1], 1)
     width, segments_per_row = _segments(tuple(shape), words_per_element)
-    first_column = starts[-1] * words_per_element
-    # An empty array has no last dim to infer the rows from.
-    rows = words.reshape(-1, num_columns) if words.size else words.reshape(0, num_columns)
-    row_numbers = _row_numbers(len(rows), box_shape, starts, shape or (1,))
+    # An empty array may have no columns to infer the rows from.
+    num_rows = words.size // max(num_columns, 1)
+    rows = words.reshape(num_rows, num_columns)
+    row_numbers = _row_numbers(num_rows, box_shape, starts, leaf_shape)
+    first_segments = row_numbers * np.uint64(segments_per_row)  # of each row
 
-    total = 0
-    weighted = 0
-    for start, stop in _runs_of_segments(first_column, first_column + num_columns, width):
-        segment_sums = _segment_sums(rows[:, start - first_column : stop - first_column], width)
-        first_segment = start // width
-        in_row = np.arange(first_segment, first_segment + segment_sums.shape[1], dtype=np.uint64)
-        segment_numbers = row_numbers[:, None] * np.uint64(segments_per_row) + in_row
-        total += int(np.sum(segment_sums))
-        weighted += int(np.sum(segment_sums * (2 * segment_numbers + 1)))  # wraps at 2**64, which is the modulus
-    return total % _MODULUS, weighted % _MODULUS
+    first_column = starts[-1] * words_per_element
+    last_column = first_column + num_columns
+    sums = []
+    for start, stop in _runs_of_segments(first_column, last_column, width):
+        columns = rows[:, start - first_column : stop - first_column]
+        segment_sums = _segment_sums(columns, width)
+        sums.append(_weighted(segment_sums, first_segments + np.uint64(start // width)))
+    return add(sums)
+
+
+def _weighted(segment_sums: np.ndarray, first_segments: np.ndarray) -> Sums:
+    """Returns the sums over a matrix of segments; the numbers of those in a row follow that of its first one."""
+    _, num_segments = segment_sums.shape
+    segment_numbers = first_segments[:, None] + np.arange(num_segments, dtype=np.uint64)
+    weights = 2 * segment_numbers + 1
+    # These wrap at 2**64, which is the modulus.
+    total = np.sum(segment_sums)
+    weighted = np.sum(segment_sums * weights)
+    return int(total), int(weighted)
 
 
 def _segments(shape: tuple[int, ...], words_per_element: int) -> tuple[int, int]:
@@ -105,9 +120,10 @@ def _segments(shape: tuple[int, ...], words_per_element: int) -> tuple[int, int]
     num_columns = words_per_element
     if shape:
         num_columns *= shape[-1]
-    is_small = math.prod(shape) * words_per_element <= _SMALL_WORDS
-    width = 1 if is_small else _SEGMENT_WORDS
-    return width, -(-num_columns // width)
+    num_words = math.prod(shape) * words_per_element
+    width = 1 if num_words <= _SMALL_WORDS else _SEGMENT_WORDS
+    num_segments = -(-num_columns // width)
+    return width, num_segments
 
 
 def _words(values: np.ndarray) -> np.ndarray:
@@ -118,13 +134,16 @@ def _words(values: np.ndarray) -> np.ndarray:
     if values.ndim == 0:
         values = values.reshape(1)
     values = np.ascontiguousarray(values)
-    return values.view(f"uint{8 * min(values.dtype.itemsize, 4)}")
+    word_bytes = min(values.dtype.itemsize, 4)
+    return values.view(f"uint{8 * word_bytes}")
 
 
 def _runs_of_segments(first: int, last: int, width: int) -> list[tuple[int, int]]:
     """Splits columns into up to three runs: a partial segment, whole segments, and the rest."""
-    first_boundary = min(-(-first // width) * width, last)
-    last_boundary = max(last // width * width, first_boundary)
+    first_whole = -(-first // width) * width
+    last_whole = last // width * width
+    first_boundary = min(first_whole, last)
+    last_boundary = max(last_whole, first_boundary)
     boundaries = (first, first_boundary, last_boundary, last)
     return [(start, stop) for start, stop in itertools.pairwise(boundaries) if start < stop]
 
@@ -145,9 +164,10 @@ def _row_numbers(count: int, box_shape: Sequence[int], starts: Sequence[int], sh
     row_in_box = np.arange(count, dtype=np.uint64)
     numbers = np.zeros(count, np.uint64)
     rows_per_index = 1
-    # The last dim is the columns. Of the others, the last index changes from row to row, so they are taken in reverse.
-    # Not strict: `starts` and `shape` have the last dim, too.
-    for box_size, start, size in reversed(list(zip(box_shape[:-1], starts, shape, strict=False))):
+    # The last dim is the columns.
+    dims = list(zip(box_shape[:-1], starts[:-1], shape[:-1], strict=True))
+    # Of the others, the last index changes from row to row, so they are taken in reverse.
+    for box_size, start, size in reversed(dims):
         index = row_in_box % np.uint64(box_size) + np.uint64(start)
         numbers += index * np.uint64(rows_per_index)
         row_in_box //= np.uint64(box_size)
