@@ -131,15 +131,15 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
 
 # With --min-processes: the meshes of fewer processes.
 
-_KEPT_AXES = ("expert", "context", "tensor")
-_DATA_AXES = ("replica", "fsdp", "expert")  # the batch is divided over them
+_KEPT_AXES = ("pipe", "expert", "context", "tensor")
+_DATA_AXES = ("replica", "fsdp", "pipe", "expert")  # the batch is divided over them
 
 
 def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, int] | None:
     """Returns the degrees of a mesh for so many processes `of` all.
 
-    It has fewer replicas, or if they do not divide, less `fsdp`. None if `expert`, `context` and `tensor`, which are
-    kept, do not divide the remaining devices.
+    It has fewer replicas, or if they do not divide, less `fsdp`. None if the degrees that are
+    kept do not divide the remaining devices.
     """
     devices = math.prod(sizes.values())
     kept_degree = _degree_over(_KEPT_AXES, sizes)

@@ -48,14 +48,15 @@ def gather(value: Value, dtype: DTypeLike | None = None) -> jax.Array:
 
 
 def _all_gather(shard: Shard, dim: int) -> Collective:
-    """Returns the all-gather over `fsdp`; of pieces, among the neighbours that share them."""
+    """Returns the all-gather of a shard; of pieces, among the neighbours along `fsdp` that share them."""
 
     def run(x: jax.Array) -> jax.Array:
         if shard.pieces:  # on 8 devices, 4 pieces are gathered among devices 0 to 3, and among 4 to 7
             starts = range(0, lax.axis_size(FSDP), shard.pieces)
             neighbours = [list(range(start, start + shard.pieces)) for start in starts]
             return lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=neighbours)
-        return lax.all_gather(fused_over_inner_axes(x, shard.placement), FSDP, axis=dim, tiled=True)
+        x = fused_over_inner_axes(x, shard.placement)
+        return lax.all_gather(x, shard.placement.gather_axes, axis=dim, tiled=True)
 
     return run
 

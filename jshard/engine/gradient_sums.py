@@ -1,7 +1,7 @@
 """Sums of gradients over the data shards: reduce-scatters to stored shards, and all-reduces over the other axes.
 
-A gradient is summed in up to two steps: over `fsdp`, which leaves each device its shard of the sum; then over what is
-left, such as `replica`. The second step may be left pending: see `PendingSum`.
+A gradient is summed in up to two steps: over the axes that its parameter is stored over, which leaves each device its
+shard of the sum; then over what is left, such as `replica`. The second step may be left pending: see `PendingSum`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jshard.engine.stored import (
     with_padding,
 )
 from jshard.plans.mesh import FSDP, INNER_AXES, batch_axes, degree, inner_axes
-from jshard.plans.placement import Placement
+from jshard.plans.placement import Exchange, Placement
 from jshard.plans.wires import wire_named
 
 JOINED_BYTES = 64 * 2**10
@@ -96,7 +96,7 @@ def pending_sum(x: jax.Array, placement: Placement, mesh: Mesh) -> PendingSum | 
     """Returns the second step of a gradient; None if the first is the whole sum, or if there is no first one."""
     if shard_dim(x, placement) is None:
         return None
-    axes = PartialSum.of(x, mesh).after(x, _scattered_axes(mesh)).axes
+    axes = PartialSum.of(x, mesh).after(x, _scattered_axes(placement, mesh)).axes
     return PendingSum(axes, x.dtype) if axes else None
 
 
@@ -108,12 +108,12 @@ def _first_step(x: jax.Array, placement: Placement, mesh: Mesh) -> PartialSum:
     if shard_dim(x, placement) is None:
         # Nothing is summed yet. The second step sums it, in this dtype.
         return part.after(x.astype(placement.reduce_dtype), [])
-    return part.after(reduce_scatter(x, placement, mesh), _scattered_axes(mesh))
+    return part.after(reduce_scatter(x, placement, mesh), _scattered_axes(placement, mesh))
 
 
-def _scattered_axes(mesh: Mesh) -> tuple[str, ...]:
+def _scattered_axes(placement: Placement, mesh: Mesh) -> tuple[str, ...]:
     """Returns the batch axes that the sum over the shards covers; inner axes are no batch axes."""
-    return (FSDP,) if degree(mesh, FSDP) > 1 else ()
+    return tuple(axis for axis in placement.gather_axes if degree(mesh, axis) > 1)
 
 
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -124,7 +124,8 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     def run(x: jax.Array) -> jax.Array:
         if placement.reduce_wire:
             return _summed_on_arrival(x, dim, placement, num_layer_dims(x, placement))
-        return lax.psum_scatter(fused_over_inner_axes(x, placement), FSDP, scatter_dimension=dim, tiled=True)
+        x = fused_over_inner_axes(x, placement)
+        return lax.psum_scatter(x, placement.gather_axes, scatter_dimension=dim, tiled=True)
 
     # Cast first, or the sum would be taken in the dtype of the computation, in which many parts lose digits.
     padded = with_padding(x.astype(placement.reduce_dtype), placement)
@@ -136,36 +137,40 @@ def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement, layer_dims:
 
     The part for each destination is packed, sent and unpacked for itself. Over several hosts, parts are summed within
     each host first, so that only parts of host sums are sent between them. `dim` becomes one dim for each exchange, the
-    last exchange first, and what stays:
+    outermost first, and what stays:
 
         8 devices on 2 hosts, (40,)  ->  (2 hosts, 4 devices of a host, 5)
     """
     wire = wire_named(placement.reduce_wire)
-    num_shards = lax.axis_size(FSDP)
     # Received parts are summed in the reduce dtype: a reduce-scatter in the narrower one would also add in it.
-    exchanges = placement.exchanges(num_shards)
-    sizes = [size for size, _ in reversed(exchanges)]
-    x = x.reshape(*x.shape[:dim], *sizes, -1, *x.shape[dim + 1 :])
+    exchanges = placement.exchanges({axis: lax.axis_size(axis) for axis in (FSDP, *placement.gather_axes)})
+    remaining = _outermost_first(exchanges)
+    x = x.reshape(*x.shape[:dim], *[exchange.size for exchange in remaining], -1, *x.shape[dim + 1 :])
     if not wire.is_cast:
-        x = _summed_over_inner_axes(x, dim + len(sizes), placement)
-    for number, (size, stride) in enumerate(exchanges, 1):
-        groups = None  # all devices
-        if size < num_shards:
-            groups = _exchange_groups(num_shards, size, stride)
-        num_part_dims = len(exchanges) - number + 1
-        exchanged_dim = dim + num_part_dims - 1
-        exchange = functools.partial(
+        x = _summed_over_inner_axes(x, dim + len(remaining), placement)
+    for exchange in exchanges:
+        num_part_dims = len(remaining)
+        exchanged_dim = dim + remaining.index(exchange)
+        send = functools.partial(
             lax.all_to_all,
-            axis_name=FSDP,
+            axis_name=exchange.axis,
             split_axis=exchanged_dim,
             concat_axis=exchanged_dim,
-            axis_index_groups=groups,
+            axis_index_groups=_exchange_groups(lax.axis_size(exchange.axis), exchange.size, exchange.stride),
         )
         packed = wire.packed(x, dim, num_layer_dims=layer_dims, num_part_dims=num_part_dims)
-        received = tuple(exchange(array) for array in packed)
+        received = tuple(send(array) for array in packed)
         parts = wire.unpacked(received, dim, x.dtype, num_layer_dims=layer_dims, num_part_dims=num_part_dims)
         x = parts.sum(exchanged_dim)
+        remaining.remove(exchange)
     return x
+
+
+def _outermost_first(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Returns exchanges in the order of the parts along a sharded dim: `fsdp` outside of `pipe`, hosts of devices."""
+    over_fsdp = [exchange for exchange in exchanges if exchange.axis == FSDP]
+    over_pipe = [exchange for exchange in exchanges if exchange.axis != FSDP]
+    return [*reversed(over_fsdp), *over_pipe]
 
 
 def _summed_over_inner_axes(x: jax.Array, dim: int, placement: Placement) -> jax.Array:
@@ -179,11 +184,13 @@ def _summed_over_inner_axes(x: jax.Array, dim: int, placement: Placement) -> jax
     return x
 
 
-def _exchange_groups(num_shards: int, size: int, stride: int) -> list[list[int]]:
-    """Returns the groups of shards that exchange parts: `size` shards each, `stride` apart.
+def _exchange_groups(num_shards: int, size: int, stride: int) -> list[list[int]] | None:
+    """Returns the groups of shards that exchange parts: `size` shards each, `stride` apart; None if it is all of them.
 
     Of 8 shards on 2 hosts, 4 in a group with stride 1 are those of a host; 2 with stride 4 are of both hosts.
     """
+    if size == num_shards:
+        return None
     groups = []
     for first in range(num_shards):
         if first // stride % size == 0:
@@ -213,7 +220,7 @@ def reduce_unit(
     # The order of the collectives in the program: joined sums, joined exchanges, then the others one by one.
     parts = _summed_together(gradients, placements, mesh)
     for i, x in _exchanged_together(gradients, placements).items():
-        parts[i] = PartialSum.of(gradients[i], mesh).after(x, _scattered_axes(mesh))
+        parts[i] = PartialSum.of(gradients[i], mesh).after(x, _scattered_axes(placements[i], mesh))
     results = []
     for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
         part = parts[i] if i in parts else _first_step(x, placement, mesh)
@@ -272,7 +279,8 @@ def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Pla
         for i, dim in members:
             padded = with_padding(gradients[i], placements[i])
             ordered.append(jnp.moveaxis(padded, dim, 0))
-        rows = [x.astype(placement.reduce_dtype).reshape(lax.axis_size(FSDP), -1) for x in ordered]
+        num_shards = lax.axis_size(placement.gather_axes)
+        rows = [x.astype(placement.reduce_dtype).reshape(num_shards, -1) for x in ordered]
         (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement, layer_dims=0)
         parts = _split(own_row, [row.shape[1] for row in rows])
         for (i, dim), x, part in zip(members, ordered, parts, strict=True):

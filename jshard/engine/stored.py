@@ -71,9 +71,10 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
     if dim is None:
         return x
     x = with_padding(x, placement)  # shards, and so their pieces, are of the padded array
-    num_pieces = pieces or lax.axis_size(FSDP)
+    axes = (FSDP,) if pieces else placement.gather_axes
+    num_pieces = pieces or lax.axis_size(axes)
     size = x.shape[dim] // num_pieces
-    piece = lax.axis_index(FSDP) % num_pieces  # neighbours have the pieces in order, as the gather among them expects
+    piece = lax.axis_index(axes) % num_pieces  # neighbours have the pieces in order, as the gather among them expects
     return lax.dynamic_slice_in_dim(x, piece * size, size, dim)
 
 
@@ -89,7 +90,7 @@ def with_padding(x: jax.Array, placement: Placement) -> jax.Array:
     return x if padding is None else padding.pad(x)
 
 
-# ---- collectives over `fsdp`, beside the other axes of a parameter
+# ---- collectives over `fsdp` and `pipe`, beside the other axes of a parameter
 
 
 def fused_over_inner_axes(x: jax.Array, placement: Placement) -> jax.Array:

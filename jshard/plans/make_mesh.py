@@ -12,17 +12,30 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jshard._text import counted
 from jshard.errors import MeshError
-from jshard.plans.mesh import AXES, CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, AnyMesh, Device, degrees_text, slice_of
+from jshard.plans.mesh import (
+    AXES,
+    CONTEXT,
+    EXPERT,
+    FSDP,
+    PIPE,
+    REPLICA,
+    TENSOR,
+    AnyMesh,
+    Device,
+    degrees_text,
+    slice_of,
+)
 
 Devices: TypeAlias = Sequence[Device] | int | None
 """The devices of a mesh; a number, of a mesh whose devices need not exist; None, all devices."""
 
-_ON_DEMAND = (EXPERT, CONTEXT)  # of degree 1 a mesh lacks them: they appear in no program, plan or message
+_ON_DEMAND = (PIPE, EXPERT, CONTEXT)  # of degree 1 a mesh lacks them: they appear in no program, plan or message
 
 
 @overload
 def mesh(
     *,
+    pipe: int = ...,
     replica: int = ...,
     fsdp: int = ...,
     expert: int = ...,
@@ -33,6 +46,7 @@ def mesh(
 @overload
 def mesh(
     *,
+    pipe: int = ...,
     replica: int = ...,
     fsdp: int = ...,
     expert: int = ...,
@@ -42,6 +56,7 @@ def mesh(
 ) -> AbstractMesh: ...
 def mesh(
     *,
+    pipe: int = 1,
     replica: int = 1,
     fsdp: int = -1,
     expert: int = 1,
@@ -50,15 +65,18 @@ def mesh(
     devices: Devices = None,
     **unknown: int,
 ) -> AnyMesh:
-    """Arranges the devices over the axes `replica`, `fsdp`, `expert`, `context` and `tensor`.
+    """Arranges the devices over the axes `pipe`, `replica`, `fsdp`, `expert`, `context` and `tensor`.
 
     The batch is split over all axes except `context`, which splits its sequences, and `tensor`. `expert` and `tensor`
-    split the parameters that the model's own annotations name; parameters are sharded over `fsdp`, together with
-    `expert` (if they have no experts there) and `context`, and replicated over the others. The innermost axes use the
+    split the parameters that the model's own annotations name; parameters are sharded over `fsdp` and `pipe`, together
+    with `expert` (if they have no experts there) and `context`, and replicated over the others. Loops over units run
+    in stages along `pipe`. The innermost axes use the
     fastest links: devices are ordered by slice, process and id (on TPU by their position in the torus), so that
     neighbours share a host.
 
     Args:
+        pipe: degree of the axis of pipeline stages; -1: the remaining devices. With degree 1 the mesh has no such
+            axis.
         replica: degree of the replica axis; -1 uses the remaining devices.
         fsdp: degree of the sharding axis; -1 (the default): the remaining devices.
         expert: degree of the expert axis; -1: the remaining devices. With degree 1 the mesh has no such axis.
@@ -81,7 +99,7 @@ def mesh(
         >>> dict(mesh.shape)
         {'replica': 2, 'fsdp': 4, 'tensor': 1}
     """
-    requested = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
+    requested = {PIPE: pipe, REPLICA: replica, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
     if isinstance(devices, int):  # for plans of machines that are not here
         degrees = _degrees_for(requested, unknown, devices, devices)
         sizes = tuple(degrees.values())

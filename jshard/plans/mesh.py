@@ -1,4 +1,4 @@
-"""The axes of a mesh: `replica` copies, each sharded over `fsdp`, and further axes: `expert`, `context`, `tensor`."""
+"""The axes of a mesh: `replica` copies, sharded over `fsdp`; also `pipe`, `expert`, `context` and `tensor`."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,15 +10,22 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jshard.errors import MeshError
 
+PIPE = "pipe"
 REPLICA = "replica"
 FSDP = "fsdp"
 EXPERT = "expert"
 CONTEXT = "context"
 TENSOR = "tensor"
-AXES = (REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)
+AXES = (PIPE, REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)
 """All axes, outermost first."""
-DATA_AXES = (REPLICA, FSDP, EXPERT)
-"""The axes over which the batch is split."""
+SHARD_AXES = (FSDP, PIPE)
+"""The axes over which every large parameter is stored, outermost first."""
+DATA_AXES = (REPLICA, *SHARD_AXES, EXPERT)
+"""The axes over which the batch is split, outermost first.
+
+Devices of `pipe` are far apart, so it is the outermost axis of a mesh. Here it is inside `fsdp`: the examples of all
+places along `pipe`, and their parts of a parameter, are then one contiguous part. Layers on stages exchange just these.
+"""
 INNER_AXES = (EXPERT, CONTEXT)
 """The axes over which a data shard's program is split further: over the experts, over the sequence."""
 REGION_AXES = (*DATA_AXES, CONTEXT)

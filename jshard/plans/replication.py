@@ -12,7 +12,7 @@ from flax import nnx
 
 from jshard import _compat
 from jshard.errors import AnnotationError
-from jshard.plans.mesh import FSDP, INNER_AXES, AnyMesh, degree, splitting_axes
+from jshard.plans.mesh import FSDP, INNER_AXES, PIPE, AnyMesh, degree, splitting_axes
 from jshard.plans.numeric import Value
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, Placement
 from jshard.plans.policies import MixedPrecision
@@ -83,7 +83,7 @@ def check_replicated(root: Unit, name: str, others: Iterable[Other] = ()) -> Non
 
 def _sharding_axes(mesh: AnyMesh) -> str:
     """Returns the axes that parameters are sharded over, with their degrees, as text."""
-    axes = (FSDP, *splitting_axes(INNER_AXES, dict(mesh.shape)))
+    axes = (FSDP, *splitting_axes((PIPE, *INNER_AXES), dict(mesh.shape)))
     return " x ".join(f"{axis}={degree(mesh, axis)}" for axis in axes)
 
 

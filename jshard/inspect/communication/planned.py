@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.plans.mesh import FSDP, REGION_AXES
-from jshard.plans.model_axes import axes_of, degree_of
+from jshard.plans.model_axes import axes_of, degree_of, num_pieces
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan
 from jshard.plans.wires import wire_named
@@ -164,17 +164,19 @@ def _reductions_to_shard(placement: Placement, degrees: Mapping[str, int]) -> It
     is_cast = wire_named(reduce_wire).is_cast
     num_places = 1  # over the inner axes, of which each exchanges its part of a sum
     if not is_cast:
-        num_places = placement.degree // degrees[FSDP]
+        num_places = placement.degree // num_pieces(placement.gather_axes, degrees)
     for array in _packed(placement, reduce_wire, placement.reduce_dtype, degrees):
         exchanged_bytes = array.bytes // num_places
-        for group_size, apart in placement.exchanges(degrees[FSDP]):
+        for exchange in placement.exchanges(degrees):
             purpose = "gradients, summed on arrival"
-            yield Traffic("all-to-all", (FSDP,), group_size, array.dtype, exchanged_bytes, purpose, apart)
-            exchanged_bytes //= group_size  # of which each device has summed one part
+            yield Traffic(
+                "all-to-all", (exchange.axis,), exchange.size, array.dtype, exchanged_bytes, purpose, exchange.stride
+            )
+            exchanged_bytes //= exchange.size  # of which each device has summed one part
     if is_cast:
-        full_bytes //= degrees[FSDP]
+        full_bytes //= num_pieces(placement.gather_axes, degrees)
     for axis in placement.axes:
-        if axis != FSDP:
+        if axis not in placement.gather_axes:
             purpose = "gradients, over inner axes"
             yield Traffic("reduce-scatter", (axis,), degrees[axis], placement.reduce_dtype, full_bytes, purpose)
             full_bytes //= degrees[axis]
