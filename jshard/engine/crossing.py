@@ -9,12 +9,13 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.engine import stored
-from jshard.engine.rules import Shard, State, Value
+from jshard.engine.rules import Shard, Staged, State, Value
 from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
-from jshard.plans.mesh import batch_axes, inner_axes, region_degree
+from jshard.plans.mesh import PIPE, batch_axes, inner_axes, region_degree
 from jshard.plans.model_axes import axes_of, spec_over
 from jshard.plans.plan import resharded
+from jshard.plans.stages import StageLayout
 from jshard.plans.units import Unit
 
 
@@ -44,6 +45,25 @@ class Crossing:
         """How a parameter, or its gradient, is stored; None for other values."""
         return self.state if isinstance(self.state, Shard) else None
 
+    @property
+    def staged(self) -> Staged | None:
+        """How a stack is dealt to the stages of a pipeline; None for other values."""
+        return self.state if isinstance(self.state, Staged) else None
+
+    def of_whole_stack(self, degree: int, shape: Sequence[int]) -> "Crossing":
+        """Returns how a stack crosses that is dealt to no stages, where this is the crossing of one that is.
+
+        Args:
+            degree: the number of data shards.
+            shape: of the stack in global view.
+        """
+        if self.staged is None:
+            return self
+        dim = None if self.staged.row_dim is None else self.staged.row_dim + 1
+        # Any crossing of an array of global view is right. Split like its rows it is smallest.
+        is_split = dim is not None and shape[dim] % degree == 0
+        return Crossing(dim if is_split else None)
+
     @classmethod
     def of(cls, value: Value, *, is_own: bool = False) -> "Crossing":
         """Returns how a value leaves; each device has its own piece of a parameter."""
@@ -53,19 +73,41 @@ class Crossing:
 
     def leave(self, value: Value) -> jax.Array:
         """Returns the array as which a value leaves."""
+        if self.staged is not None:
+            return _with_dim_of_places(value.x, self.staged.layout)
         # A value of each device's own has a dim of size 1 here, and of all devices outside: there it is an array.
         return value.x[None] if self.is_own else value.x
 
     def enter(self, x: jax.Array) -> Value:
         """Returns the value of an array that has entered."""
-        return Value(x[0] if self.is_own else x, self.state, index_dims=self.index_dims, parameter=self.parameter)
+        if self.staged is not None:
+            x = _without_dim_of_places(x)
+        elif self.is_own:
+            x = x[0]
+        return Value(x, self.state, index_dims=self.index_dims, parameter=self.parameter)
 
     def behind_a_mapped_dim(self) -> "Crossing":
         """Returns the crossing of the same value with one more dim, the first."""
         state = self.state
-        if isinstance(state, int):
+        if isinstance(state, Staged):
+            state = None  # mapped, it is an array of global view
+        elif isinstance(state, int):
             state += 1
         return dataclasses.replace(self, state=state, inner={axis: dim + 1 for axis, dim in self.inner.items()})
+
+
+def _with_dim_of_places(x: jax.Array, layout: StageLayout) -> jax.Array:
+    """Returns the rows of one place as they leave: (rounds, 1, layers of a chunk, ...).
+
+    Outside, the second dim has all places. Then the layers are in order, and the array is that of the program in global
+    view but for its shape: any later call can read it, on stages or not.
+    """
+    return x.reshape(layout.num_rounds, 1, layout.layers_per_chunk, *x.shape[1:])
+
+
+def _without_dim_of_places(x: jax.Array) -> jax.Array:
+    """Returns the rows of one place: the reverse."""
+    return x.reshape(-1, *x.shape[3:])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,10 +207,10 @@ class Region:
         if crossing.is_own:
             spec = PartitionSpec(self.axes)
         elif crossing.shard is not None:
-            entries = crossing.shard.placement.spec
-            num_stacked = ndim - len(entries)  # by a loop; a row of a stack has fewer dims
-            entries = (None,) * num_stacked + entries if num_stacked > 0 else entries[-num_stacked:]
-            spec = spec_over(self.axes, entries)
+            # A loop has stacked it, or taken a row of it.
+            spec = spec_over(self.axes, stored.entries_of(crossing.shard.placement, ndim))
+        elif crossing.staged is not None:
+            spec = self._spec_on_stages(crossing.staged)
         elif isinstance(crossing.state, int):
             spec = PartitionSpec(*[None] * crossing.state, self.axes)
         else:
@@ -179,6 +221,14 @@ class Region:
             dim = 0 if crossing.is_copy else crossing.inner.get(axis)
             if dim is not None:
                 dims[dim] = (*axes_of(dims[dim]), axis)
+        return PartitionSpec(*dims)
+
+    def _spec_on_stages(self, staged: Staged) -> PartitionSpec:
+        """Returns the spec of a stack that leaves with dims for the rounds, the places and the layers of a chunk."""
+        dims: list[str | tuple[str, ...] | None] = [None, PIPE, None]
+        if staged.row_dim is not None:
+            dims += [None] * staged.row_dim
+            dims.append(tuple(axis for axis in self.axes if axis != PIPE))
         return PartitionSpec(*dims)
 
     def specs(self, crossings: Sequence[Crossing], arrays: Sequence[jax.Array | Value]) -> list[PartitionSpec]:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jshard import _compat
 from jshard.engine import mixing
-from jshard.engine.crossing import Crossing, Gathered, all_resolved
+from jshard.engine.crossing import Crossing, Gathered, Region, all_resolved
 from jshard.engine.inner import over_axis
 from jshard.engine.layer_stacks import note_layers
 from jshard.engine.program import evaluate_jaxpr
@@ -23,10 +23,11 @@ from jshard.engine.schedule.prefetch import shards_gathered_by
 from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.selections import at_positions
+from jshard.engine.stages.region_partitioner import StagesPartitioner
 from jshard.engine.unit_call import BACKWARD, FORWARD
 from jshard.engine.unsplit import LocalProduct, TracedCall, products_that_depend, warn_of_whole
 from jshard.plans.memories import fetched, to_host
-from jshard.plans.mesh import data_degree, degree, manual_axes
+from jshard.plans.mesh import PIPE, data_degree, degree, manual_axes
 
 if TYPE_CHECKING:
     from jshard.engine.region_call import RegionCall
@@ -53,7 +54,8 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
     num_operands = len(call.operands)
     copies = region.copies(avals[num_operands:]) or {}
     num_taken = num_operands + len(copies)
-    operands = _entering(all_resolved(call.operands), avals[:num_operands], call.program.jaxpr.in_avals)
+    inside = call.program.jaxpr.in_avals
+    operands = _entering(region, all_resolved(call.operands), avals[:num_operands], inside)
     execution = _Execution(call, operands, copies)
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -67,15 +69,20 @@ def partition(call: "RegionCall", avals: Sequence[ShapedArray]) -> Partition:
 
 
 def _entering(
-    crossings: Sequence[Crossing], avals: Sequence[ShapedArray], inside: Sequence[ShapedArray]
+    region: Region, crossings: Sequence[Crossing], avals: Sequence[ShapedArray], inside: Sequence[ShapedArray]
 ) -> list[Crossing]:
-    """Returns how operands enter, given their types outside and in the program."""
+    """Returns how operands enter a region, given their types outside and in the program."""
     # Backward in a loop under a map is staged for one row, before it is mapped, while its forward is mapped already and
-    # has kept no piece for each device: it returned what the program returns. Taken for pieces, its rows would be.
+    # has kept no piece for each device: it returned what the program returns. Taken for pieces, its rows would be. In
+    # the same way a forward that is differentiated once more returns stacks that are on no stages.
     entering = []
     for crossing, aval, inner_aval in zip(crossings, avals, inside, strict=True):
-        is_plain = crossing.is_own and aval.ndim == inner_aval.ndim
-        entering.append(Crossing(None) if is_plain else crossing)
+        is_plain = aval.ndim == inner_aval.ndim
+        if is_plain and crossing.is_own:
+            crossing = Crossing(None)
+        elif is_plain:
+            crossing = crossing.of_whole_stack(data_degree(region.mesh), aval.shape)
+        entering.append(crossing)
     return entering
 
 
@@ -166,7 +173,12 @@ class _Execution:
             copies[key] = crossing.enter(x)
         # A partitioner for each trace: what it caches are tracers of this one.
         batch_sizes = [region.batch] if region.batch else []
-        p = ShardedPartitioner(region.mesh, batch_sizes, copies, region.unit.name or "(root)")
+        name = region.unit.name or "(root)"
+        if degree(region.mesh, PIPE) > 1:
+            stages = region.unit.policy.stages
+            p = StagesPartitioner(region.mesh, batch_sizes, copies, name, stages)
+        else:
+            p = ShardedPartitioner(region.mesh, batch_sizes, copies, name)
         results = self._results(p, operands)
 
         mixing.note(region.unit, region.name, call.part, p.moved)
@@ -223,7 +235,12 @@ class _Execution:
                 shards[position] = state
         results = p.run_root(jaxpr.jaxpr, jaxpr.consts, operands, shards)
         # Before the gradients: the order in which the program is emitted is that in which collectives run.
-        without_target = [p.materialize(p.reduce_partial(v)) for v in results[len(states) :]]
+        without_target = []
+        for position, value in enumerate(results[len(states) :], len(states)):
+            # Backward has the same stages. Whatever else reads a stack has it in the order of the layers.
+            if position not in self._call.residuals:
+                value = p.off_stages(value)
+            without_target.append(p.materialize(p.reduce_partial(value)))
         if not states:
             return without_target
         with jax.named_scope(f"jshard[{p.name}]/{BACKWARD}"):

@@ -357,7 +357,7 @@ class Partitioner:
 
     def _check_shape(self, eqn: JaxprEqn, operands: list[Value], variable: Var, result: Value) -> None:
         """Raises if the array of a result has not the shape of its state: a rule is wrong."""
-        if result.is_stored:
+        if result.is_stored or result.is_staged:
             return
         result_type = type_of(variable)
         assert self.full_shape(result) == tuple(result_type.shape), (
@@ -495,4 +495,6 @@ def _describe_state(value: Value) -> str:
         return "a sum over the shards"
     if value.is_stored:
         return "stored"
+    if value.is_staged:
+        return "on pipeline stages"
     return "whole"

@@ -71,6 +71,7 @@ class RegionCall(ProgramCall):
         phase: `FORWARD`, or `BACKWARD`, whose first results are gradients.
         part: the name of the program, for the records of what it sends.
         returns_copies: whether the parameters that it gathers outside of units are its last results.
+        residuals: which results are read by backward alone, by position: they may leave on the stages of a pipeline.
     """
 
     region: Region
@@ -83,6 +84,7 @@ class RegionCall(ProgramCall):
     phase: str = FORWARD
     part: str = FORWARD
     returns_copies: bool = False
+    residuals: range = range(0)
     constants: frozenset[int] = frozenset()
     constant_results: frozenset[int] = frozenset()
     adjoint: Adjoint | None = None
@@ -147,8 +149,10 @@ class RegionCall(ProgramCall):
         part = self.part
         if part not in (FORWARD, BACKWARD):
             part = f"forward of {part}"
+        num_results = len(gradient.is_float)
         return dataclasses.replace(
             self,
+            residuals=range(num_results, num_results + len(gradient.kept)),
             program=Program(gradient.forward, self.program.num_params, remat=self.program.remat),
             avals=avals,
             returns_copies=True,
@@ -179,6 +183,7 @@ class RegionCall(ProgramCall):
             targets=tuple(picked(has_target_tangent, self.targets)),
             target_avals=tuple(picked(has_target_tangent, self.target_avals)),
             part=f"tangents of {self.part}",
+            residuals=range(0),
             returns_copies=False,
             constants=adjoint.copied_residuals,
             constant_results=frozenset(),
@@ -206,6 +211,7 @@ class RegionCall(ProgramCall):
             targets=(*self.targets, *picked(with_tangent, self.targets)),
             target_avals=(*self.target_avals, *picked(with_tangent, self.target_avals)),
             part=f"pushforward of {self.part}",
+            residuals=range(0),
             returns_copies=False,
             constant_results=frozenset(),
             adjoint=None,
@@ -229,6 +235,7 @@ class RegionCall(ProgramCall):
             target_avals=tuple(picked(linear, self.avals)),
             phase=BACKWARD,
             part=f"transpose of {self.part}",
+            residuals=range(0),
             returns_copies=False,
             constants=_positions_among(known, self.constants),
             constant_results=frozenset(),
@@ -281,6 +288,7 @@ class RegionCall(ProgramCall):
             operands=tuple(operands),
             targets=self.targets if has_target else (),
             target_avals=self.target_avals if has_target else (),
+            residuals=range(0),
             adjoint=None,  # it is that of the program before it was mapped
         )
         return MappedRegionCall(call, is_mapped_result, self, is_mapped, has_target)

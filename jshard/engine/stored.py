@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jshard import _compat
 from jshard.engine.inner import FUSED, over_axis_p
 from jshard.plans.mesh import FSDP, INNER_AXES
-from jshard.plans.model_axes import axes_of
+from jshard.plans.model_axes import Entry, axes_of
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
 
@@ -56,6 +56,14 @@ def inner_dims(placement: Placement, ndim: int, *, gathered: bool = False) -> di
             if axis in INNER_AXES and not is_gathered and i + num_stacked >= 0:
                 dims[axis] = i + num_stacked
     return dims
+
+
+def entries_of(placement: Placement, ndim: int) -> tuple[Entry, ...]:
+    """Returns the entries of a placement's spec for the last dims of what is stored by it."""
+    num_more = ndim - len(placement.spec)
+    if num_more > 0:
+        return (None,) * num_more + placement.spec
+    return tuple(placement.spec[-num_more:])
 
 
 def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
@@ -127,5 +135,8 @@ def automatic_axes(x: jax.Array, placement: Placement) -> set[str]:
 
 
 def _spec_of(x: jax.Array, placement: Placement) -> tuple[str | tuple[str, ...] | None, ...]:
-    """Returns the entries of the spec for the dims of an array; a row of a stack lacks the first ones."""
-    return tuple(placement.spec[len(placement.spec) - x.ndim :])
+    """Returns the entries of the spec for the dims of an array.
+
+    A row of a stack lacks the first of the planned dims; rows of several layers have one more.
+    """
+    return entries_of(placement, x.ndim)

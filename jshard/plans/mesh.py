@@ -106,6 +106,19 @@ def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(axis for axis in data_axes(mesh) if axis != EXPERT)
 
 
+def mesh_of_place(mesh: AnyMesh) -> AnyMesh:
+    """Returns the mesh of one place along `pipe`: the other axes. It stands for all places, which are alike."""
+    if PIPE not in mesh.axis_names:
+        return mesh
+    position = mesh.axis_names.index(PIPE)
+    names = tuple(axis for axis in mesh.axis_names if axis != PIPE)
+    types = tuple(kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis != PIPE)
+    if isinstance(mesh, Mesh):
+        return Mesh(np.take(mesh.devices, 0, axis=position), names, axis_types=types)
+    sizes = tuple(mesh.shape[axis] for axis in names)
+    return AbstractMesh(sizes, names, axis_types=types)
+
+
 def inner_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Returns the axes of the mesh over which a data shard's program is split further."""
     return splitting_axes(INNER_AXES, dict(mesh.shape))

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
 from jshard.plans.remat import NONE, Remat, check_remat
+from jshard.plans.stages import DEFAULT_STAGES, Stages
 from jshard.plans.wires import registered_names, wire_named
 
 Fallback = Literal["warn", "error"]
@@ -222,6 +223,7 @@ class UnitPolicy:
     prefetch: Prefetch | None = Prefetch(units=1)  # None: the compiler's order
     group: int | None = None
     fallback: Fallback = "warn"
+    stages: Stages = DEFAULT_STAGES  # of the loops of a root, on a mesh with `pipe`
 
     def changed(self, mesh: AnyMesh, **settings: Any) -> "UnitPolicy":
         """Returns the policy with other settings, each in the form of `js.fully_shard`; raises if one is not valid."""

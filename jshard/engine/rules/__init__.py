@@ -51,7 +51,7 @@ from jshard.engine.rules.registry import (
     record_of,
     rule,
 )
-from jshard.engine.rules.values import PARTIAL, Provenance, Shard, State, Value, array_bytes, type_of
+from jshard.engine.rules.values import PARTIAL, Provenance, Shard, Staged, State, Value, array_bytes, type_of
 
 __all__ = [
     "CALLS",
@@ -67,6 +67,7 @@ __all__ = [
     "PrimitiveRecord",
     "Provenance",
     "Shard",
+    "Staged",
     "State",
     "Value",
     "array_bytes",

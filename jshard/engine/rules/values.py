@@ -12,6 +12,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jshard.plans.placement import Placement
+from jshard.plans.stages import StageLayout
 
 PARTIAL = "partial"
 
@@ -33,12 +34,28 @@ class Shard:
     pieces: int = 0
 
 
-State = int | str | Shard | None
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """The state of a stack that has a row for each layer of a loop, where places along `pipe` have rows of their own.
+
+    The array of a place has its rows in the order of rounds. The rows of a layer are split along the other data axes.
+
+    Attributes:
+        layout: which layers are on which place.
+        row_dim: the dim along which a row is split; None if it is whole.
+    """
+
+    layout: StageLayout
+    row_dim: int | None
+
+
+State = int | str | Shard | Staged | None
 """How the shards' arrays make up a value:
 
     a dim      each shard has the part of the value along that dim that has its number
     PARTIAL    the value is the sum over the shards
     a Shard    it is stored like a parameter, and gathered by its reader
+    a Staged   a stack that is dealt to the stages of a pipeline
     None       whole: every shard has all of it
 """
 
@@ -104,6 +121,11 @@ class Value:
         return isinstance(self.state, Shard)
 
     @property
+    def is_staged(self) -> bool:
+        """Whether it is a stack that is dealt to the stages of a pipeline."""
+        return isinstance(self.state, Staged)
+
+    @property
     def is_partial(self) -> bool:
         """Whether the sum over the shards is the value."""
         return self.state == PARTIAL
@@ -123,6 +145,12 @@ class Value:
     def shard(self) -> Shard:
         """How a stored value is stored."""
         assert isinstance(self.state, Shard), f"the value is not stored: {self.state}"
+        return self.state
+
+    @property
+    def staged(self) -> Staged:
+        """How a stack is dealt to stages."""
+        assert isinstance(self.state, Staged), f"the value is not on stages: {self.state}"
         return self.state
 
     @property

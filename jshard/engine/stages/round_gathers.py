@@ -1,0 +1,127 @@
+"""The parameters of a round: gathered over `fsdp` once for all microbatches, beside the ticks of the round before."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr
+from jax.sharding import Mesh
+
+from jshard.engine import gathers
+from jshard.engine.rules import Value
+from jshard.engine.schedule.loop_pipeline import variables_read
+from jshard.engine.schedule.prefetch import LoopPlan
+from jshard.engine.schedule.program_schedule import GatheredParams, ScheduledUnit
+
+Arrays = list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundUnit:
+    """A unit whose parameters are gathered for a round.
+
+    Attributes:
+        position: in the schedule of a layer's program.
+        scheduled: the unit, with shards that stand for those of any layer.
+        scanned: for each of its shards, the index of the scanned value that it is a row of.
+    """
+
+    position: int
+    scheduled: ScheduledUnit
+    scanned: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundGathers:
+    """What is gathered for a round.
+
+    Attributes:
+        units: the units of a layer whose parameters are all rows of scanned values.
+        unread: the scanned values of which a tick needs the types alone, as its units receive what was gathered.
+    """
+
+    units: list[RoundUnit]
+    unread: frozenset[int]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, shared: list[Value], starts: list[Value], scanned: list[Value]) -> "RoundGathers":
+        """Plans the gathers of a loop's body, from the states of its operands."""
+        plan = LoopPlan.of(jaxpr, shared, starts, scanned, length=1)
+        units = []
+        for position, (scheduled, sources) in enumerate(zip(plan.units, plan.sources, strict=True)):
+            # Any other unit gathers its parameters in each tick.
+            are_all_known = len(sources) == len(scheduled.shards)
+            if scheduled.shards and are_all_known and all(source.is_row for source in sources):
+                units.append(RoundUnit(position, scheduled, [source.index for source in sources]))
+
+        receive_gathered = {id(unit.scheduled.unit.eqn) for unit in units}
+        read = variables_read(jaxpr, jaxpr.outvars[: len(starts)], receive_gathered)
+        row_variables = jaxpr.invars[len(jaxpr.invars) - len(scanned) :]
+        unread = set()
+        for k, (variable, value) in enumerate(zip(row_variables, scanned, strict=True)):
+            if value.is_stored and variable not in read:
+                unread.add(k)
+        return cls(units, frozenset(unread))
+
+    def dtype_of(self, scanned: int) -> np.dtype | None:
+        """Returns the dtype in which a scanned parameter is gathered; None if something reads it in another one."""
+        if scanned not in self.unread:
+            return None
+        dtypes = set()
+        for unit in self.units:
+            for k, dtype in zip(unit.scanned, unit.scheduled.dtypes, strict=True):
+                if k == scanned:
+                    dtypes.add(dtype)
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def shards_of(self, scanned: Sequence[Value], chunk: jax.Array | int, num_layers: int) -> list[Arrays]:
+        """Returns the shards of a chunk of layers, for each unit: arrays with a row for each layer."""
+        shards = []
+        for unit in self.units:
+            rows = [lax.dynamic_slice_in_dim(scanned[k].x, chunk * num_layers, num_layers) for k in unit.scanned]
+            shards.append(rows)
+        return shards
+
+    def gather(self, shards: list[Arrays], scanned: Sequence[Value], mesh: Mesh) -> list[GatheredParams]:
+        """Returns the parameters of a chunk of layers, for each unit: arrays with a row for each layer.
+
+        Args:
+            shards: those of the chunk.
+            scanned: the scanned values, for their states.
+            mesh: of a place.
+        """
+        gathered = []
+        for unit, rows in zip(self.units, shards, strict=True):
+            states = tuple(scanned[k].shard for k in unit.scanned)
+            dtypes = tuple(unit.scheduled.dtypes)
+
+            def gather_layer(rows: Arrays, states=states, dtypes=dtypes) -> Arrays:
+                return gathers.gather_unit(rows, states, mesh, dtypes)
+
+            with unit.scheduled.unit.gather_scope():
+                gathered.append(for_each_layer(gather_layer, rows))
+        return gathered
+
+    def of_layer(self, gathered: Sequence[GatheredParams], layer: jax.Array | int) -> dict[int, GatheredParams]:
+        """Returns the parameters of one layer of a chunk, by the position of their unit."""
+        params = {}
+        for unit, arrays in zip(self.units, gathered, strict=True):
+            params[unit.position] = [row_of_chunk(x, layer) for x in arrays]
+        return params
+
+
+def row_of_chunk(x: jax.Array, layer: jax.Array | int) -> jax.Array:
+    """Returns the row of one layer of a chunk."""
+    if isinstance(layer, int):
+        return x[layer]
+    return lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+
+
+def for_each_layer(run: Callable[[Arrays], Arrays], rows: Arrays) -> Arrays:
+    """Runs a function of the arrays of one layer on those of a chunk: all layers in the same collectives."""
+    num_layers = len(rows[0]) if rows else 0
+    if num_layers == 1:  # the usual case: the program is that of a layer
+        return [x[None] for x in run([row[0] for row in rows])]
+    return jax.vmap(run)(rows)

@@ -1,0 +1,149 @@
+"""Pipeline stages: which place along `pipe` runs which layer on which microbatch, and when. Numbers alone.
+
+Layers are dealt to the places in chunks, round by round. A microbatch goes around the ring of places in each round:
+
+    8 layers on 4 places, in chunks of one layer
+
+                 place 0    place 1    place 2    place 3
+    round 0      layer 0    layer 1    layer 2    layer 3   ─▶ to place 0
+    round 1      layer 4    layer 5    layer 6    layer 7   ─▶ results
+
+A tick is the time of one chunk on one microbatch. All microbatches go through a round before the first one begins the
+next round ("breadth-first"), so that a place has the time of all microbatches to gather the parameters of its next
+round, and to reduce the gradients of its last one:
+
+    tick         0    1    2    3    4    5    6    7    8    9    10
+    place 0      a0   b0   c0   d0   a1   b1   c1   d1
+    place 1           a0   b0   c0   d0   a1   b1   c1   d1
+    place 2                a0   b0   c0   d0   a1   b1   c1   d1
+    place 3                     a0   b0   c0   d0   a1   b1   c1   d1
+
+(a0: microbatch a in round 0.) The blank corners are the *bubble*: places that wait for their first microbatch, or have
+none left. It is 3 of 11 ticks here; the more rounds, the smaller its share.
+
+Source: breadth-first pipeline parallelism, Lamy-Poirier 2022, arXiv:2211.05953.
+"""
+
+import dataclasses
+
+from jshard.errors import CallError
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How loops over units run on a mesh with an axis `pipe`.
+
+    Attributes:
+        microbatches: into how many the examples of a data shard are divided. None: as few as keep all places busy.
+        late: whether a place sends a result while it computes the next microbatch, instead of before. It needs two
+            microbatches for each place, and hides what is sent between the places.
+        rounds: how often a microbatch goes around the ring. None: as often as a place has layers, which makes the
+            smallest bubble. 1: each place has neighbouring layers ("GPipe").
+        sum_dtype: the dtype in which a place adds the gradients of its microbatches. None: that of the parameters.
+    """
+
+    microbatches: int | None = None
+    late: bool = False
+    rounds: int | None = None
+    sum_dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StageLayout:
+    """Which layers are on which place.
+
+    Layers are numbered as `(round * num_places + place) * layers_per_chunk + layer of the chunk`. The last numbers may
+    have no layer: whatever runs them passes its input on.
+
+    Attributes:
+        num_layers: of the loop.
+        num_places: along `pipe`.
+        num_rounds: how often a microbatch goes around.
+        layers_per_chunk: the layers that a place runs in a round.
+    """
+
+    num_layers: int
+    num_places: int
+    num_rounds: int
+    layers_per_chunk: int
+
+    @classmethod
+    def of(cls, num_layers: int, num_places: int, rounds: int | None = None) -> "StageLayout":
+        """Deals layers to places, in so many rounds at most."""
+        layers_per_place = _divided(num_layers, num_places)
+        most_rounds = min(rounds or layers_per_place, layers_per_place)
+        layers_per_chunk = _divided(layers_per_place, most_rounds)
+        # With chunks of several layers, fewer rounds may be enough.
+        num_rounds = _divided(num_layers, num_places * layers_per_chunk)
+        return cls(num_layers, num_places, num_rounds, layers_per_chunk)
+
+    @property
+    def layers_per_place(self) -> int:
+        """How many layers a place has room for."""
+        return self.num_rounds * self.layers_per_chunk
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each place has as many layers as it has room for."""
+        return self.num_layers == self.num_places * self.layers_per_place
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSchedule:
+    """When each place runs its layers.
+
+    Attributes:
+        layout: which layers are where.
+        num_microbatches: that go around.
+        ticks_per_hop: how many ticks after a place the next one runs the same microbatch: 2 if results are sent late.
+    """
+
+    layout: StageLayout
+    num_microbatches: int
+    ticks_per_hop: int = 1
+
+    @classmethod
+    def of(cls, num_layers: int, num_places: int, settings: Stages) -> "StageSchedule":
+        """Returns the schedule of a loop over layers; raises if the microbatches do not keep the places busy."""
+        ticks_per_hop = 2 if settings.late else 1
+        fewest = ticks_per_hop * num_places
+        number = settings.microbatches or fewest
+        # With fewer microbatches than the ring takes ticks, the first place would begin a round before the first
+        # microbatch is back.
+        if number < fewest:
+            raise CallError(
+                "The pipeline has too few microbatches.",
+                where=f"microbatches={number}, late={settings.late}, pipe={num_places}",
+                why=f"a microbatch is back at the first place after {fewest} ticks: {fewest} or more are needed.",
+                do=f"js.parallel.stages(model, microbatches={fewest}, late={settings.late})",
+            )
+        return cls(StageLayout.of(num_layers, num_places, settings.rounds), number, ticks_per_hop)
+
+    @property
+    def num_draining_ticks(self) -> int:
+        """The ticks after the last microbatch has entered, until it leaves the last place."""
+        return self.ticks_per_hop * (self.layout.num_places - 1)
+
+    @property
+    def num_ticks(self) -> int:
+        """All ticks of the loop."""
+        return self.layout.num_rounds * self.num_microbatches + self.num_draining_ticks
+
+    @property
+    def num_waiting(self) -> int:
+        """How many microbatches wait before the first place, until all have gone around."""
+        return self.num_microbatches - self.ticks_per_hop * self.layout.num_places
+
+    @property
+    def bubble(self) -> float:
+        """The share of the loop's time in which a place has no layer to run; those without a layer count as idle."""
+        busy = self.layout.num_layers / self.layout.num_places / self.layout.layers_per_chunk * self.num_microbatches
+        return 1 - busy / self.num_ticks
+
+
+DEFAULT_STAGES = Stages()
+
+
+def _divided(number: int, parts: int) -> int:
+    """Returns the quotient, rounded up."""
+    return -(-number // parts)
