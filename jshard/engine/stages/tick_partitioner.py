@@ -26,6 +26,10 @@ from jshard.errors import CallError
 from jshard.plans.mesh import PIPE, mesh_of_place
 
 
+_HOW = {"whole": "gathered", "sum": "summed", "max": "reduced", "move": "exchanged"}
+"""What each kind of `jshard.engine.mixing.Mixing` would do with the examples of other microbatches."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ScannedGradient:
     """The gradient of a row of a scanned parameter, among the results of a layer's program.
@@ -203,7 +207,7 @@ class TickPartitioner(ShardedPartitioner):
     @contextlib.contextmanager
     def sends(self, kind: str, eqn: JaxprEqn | None, size: int) -> Iterator[None]:
         """Raises: every collective of a rule is in this context."""
-        self._refuse("combined")
+        self._refuse(_HOW[kind])
         yield
 
     def _part(self, value: Value, dim: int) -> jax.Array:
