@@ -524,6 +524,18 @@ def test_equations_between_layers_belong_to_the_rows(run: Callable[..., Any]):
     assert_loops(of_layers(made(4), run), (4, 1))
 
 
+def test_what_is_read_twice_is_carried_and_stacked_once():
+    def run(layers: Any, x: jax.Array, scales: jax.Array) -> jax.Array:
+        for layer, scale in zip(layers, scales, strict=True):
+            x = x * scale + layer(x) * scale
+        return x
+
+    result = assert_loops(of_layers(made(3), run, X, np.linspace(1, 2, 3, dtype=np.float32)), (3, 1))
+    (scan,) = [eqn for eqn in result.jaxpr.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert scan_arguments(scan) == (0, 1)  # constants, carry
+    assert len(scan.invars) == 1 + 3  # two parameters, and the scales
+
+
 def test_casts_between_layers():
     program = of_layers(made(4), cast_for_each)
     result = as_loops(program)
