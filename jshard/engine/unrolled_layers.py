@@ -10,7 +10,7 @@ but a run of equations, one for each layer. It becomes the loop that `js.scan_la
 A run consists of *rows*, each of which becomes an iteration. A row may have several equations: layers alternate, and
 there are small equations between them. All rows have equal equations, whose operands have the same origins: they are
 from the same row, from the row before, or from outside of the run. So they are carried, stacked, or shared by all rows.
-What lies between the rows and is no part of them runs before the loop, or after it if it depends on the run.
+Other equations between the rows run before the loop, or after it if they depend on the run.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def as_loops(program: Program) -> Program:
     """
     jaxpr = program.jaxpr.jaxpr
     steps = _with_loops(jaxpr.eqns)
-    if not any(isinstance(step, _Loop) for step in steps):
+    if not any(isinstance(step, _LayerLoop) for step in steps):
         return program
     read = set(variables_among(jaxpr.outvars))
     for step in steps:
@@ -55,7 +55,7 @@ def as_loops(program: Program) -> Program:
         variables = [*jaxpr.constvars, *jaxpr.invars]
         values = dict(zip(variables, [*program.jaxpr.consts, *operands], strict=True))
         for step in steps:
-            if isinstance(step, _Loop):
+            if isinstance(step, _LayerLoop):
                 values |= step.run(values, read)
             else:
                 values |= step.run(values)
@@ -165,7 +165,7 @@ class _Carried:
     result: int
 
 
-class _Loop:
+class _LayerLoop:
     """A run as a loop.
 
     Args:
@@ -284,12 +284,12 @@ def _array(atom: Atom, values: Values) -> jax.Array:
 # ---- finding runs
 
 
-def _with_loops(eqns: Sequence[JaxprEqn]) -> list[_Equation | _Loop]:
+def _with_loops(eqns: Sequence[JaxprEqn]) -> list[_Equation | _LayerLoop]:
     """Returns the equations of a program, with a loop in the place of each run."""
-    steps: list[_Equation | _Loop] = []
+    steps: list[_Equation | _LayerLoop] = []
+    equations = [_Equation(eqn, kind, has_unit(eqn)) for eqn, kind in zip(eqns, kinds_of(eqns), strict=True)]
     # Nothing is moved across an equation with effects, and none becomes part of a loop: a stage of a pipeline also runs
     # its layers when it has no examples yet, and would print.
-    equations = [_Equation(eqn, kind, has_unit(eqn)) for eqn, kind in zip(eqns, kinds_of(eqns), strict=True)]
     for has_effects, group in itertools.groupby(equations, key=lambda equation: bool(equation.eqn.effects)):
         rest = list(group)
         run = None if has_effects else _first_run(rest)
@@ -301,7 +301,7 @@ def _with_loops(eqns: Sequence[JaxprEqn]) -> list[_Equation | _Loop]:
     return steps
 
 
-def _around(run: _Loop, equations: list[_Equation]) -> tuple[list[_Equation], list[_Equation]]:
+def _around(run: _LayerLoop, equations: list[_Equation]) -> tuple[list[_Equation], list[_Equation]]:
     """Returns the equations that run before a loop, and those that run after it."""
     members = set(run.equations)
     positions = [position for position, equation in enumerate(equations) if equation in members]
@@ -320,15 +320,15 @@ def _around(run: _Loop, equations: list[_Equation]) -> tuple[list[_Equation], li
     return before, [*after, *equations[end:]]
 
 
-def _first_run(equations: list[_Equation]) -> _Loop | None:
+def _first_run(equations: list[_Equation]) -> _LayerLoop | None:
     """Returns the first run; of those that begin with the same equation, the longest."""
     chain = _chain(equations)
     for start in range(len(chain)):
-        runs: list[_Loop] = []
+        runs: list[_LayerLoop] = []
         for size in range(1, (len(chain) - start) // 2 + 1):
             rows = _independent(_connected(_equal_rows(chain, start, size)), equations)
             if len(rows) >= 2:
-                runs.append(_Loop(rows))
+                runs.append(_LayerLoop(rows))
         if runs:
             return max(runs, key=lambda run: len(run.equations))
     return None
@@ -439,6 +439,8 @@ def _connected(rows: list[_Row]) -> list[_Row]:
 
 def _independent(rows: list[_Row], equations: list[_Equation]) -> list[_Row]:
     """Returns the first rows, as long as what they have from outside can be computed before the loop."""
+    if not rows:  # as for most positions and sizes
+        return []
     dependent = _dependents(equations, _results(equation for row in rows for equation in row.equations))
     previous = None
     for number, row in enumerate(rows):

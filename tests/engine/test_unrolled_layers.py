@@ -31,7 +31,7 @@ X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
 class Layers(nnx.Module):
     """Layers, which are units, and how they are called."""
 
-    def __init__(self, layers: Sequence[nnx.Module], run: Callable[..., Any]) -> None:
+    def __init__(self, layers: Sequence[Any], run: Callable[..., Any]) -> None:
         self.layers = nnx.List(layers)
         self.run = run
 
@@ -114,7 +114,7 @@ def residual(rngs: nnx.Rngs) -> Residual:
     return Residual(WIDTH, 2 * WIDTH, rngs)
 
 
-def made(number: int, make: Callable[[nnx.Rngs], nnx.Module] = linear, seed: int = 0) -> list[nnx.Module]:
+def made(number: int, make: Callable[[nnx.Rngs], Any] = linear, seed: int = 0) -> list[Any]:
     rngs = nnx.Rngs(seed)
     return [make(rngs) for _ in range(number)]
 
@@ -125,7 +125,7 @@ def one_after_another(layers: Any, x: jax.Array) -> jax.Array:
     return x
 
 
-def traced(model: nnx.Module, *args: Any, units: Any = None) -> Program:
+def traced(model: Any, *args: Any, units: Any = None) -> Program:
     """The program of a model's region, whose layers are units."""
     mesh = js.mesh()
     for unit in model.layers if units is None else units:
@@ -254,7 +254,7 @@ def test_what_is_no_run_is_left():
 
 
 def test_units_with_other_settings_are_other_units():
-    model = Layers(made(4), one_after_another)
+    model: Any = Layers(made(4), one_after_another)
     for layer in model.layers[2:]:
         js.fully_shard(layer, mesh=js.mesh(), reshard_after_forward=False)
     assert_loops(traced(model, X, units=model.layers[:2]), (2, 1), (2, 1))
@@ -362,13 +362,13 @@ def test_units_inside_of_layers_with_equations_between_them():
             x = x + self.mixer(self.norm(x))
             return x + self.mlp(self.norm(x))
 
-    model = Layers(made(3, Block), one_after_another)
+    model: Any = Layers(made(3, Block), one_after_another)
     units = [unit for layer in model.layers for unit in (layer.mixer, layer.mlp)]
     assert_loops(traced(model, X, units=units), (3, 2))
 
 
 def test_layers_with_a_unit_inside():
-    model = Layers(made(3, Nested), one_after_another)
+    model: Any = Layers(made(3, Nested), one_after_another)
     inner = [layer.inner for layer in model.layers]
     result = assert_loops(traced(model, X, units=[*inner, *model.layers]), (3, 1))
     assert names_of_units(result) == ["layers/*", "layers/*/inner"]
