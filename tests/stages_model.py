@@ -50,6 +50,8 @@ class StagedBlock(nnx.Module):
         self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
         self.router = nnx.Linear(WIDTH, 4, rngs=rngs) if config.experts else None
+        if config.experts:
+            self.experts = nnx.Linear(4, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> Any:
         x = x + self.out(self._attention(self.norm(x), mask))
@@ -58,7 +60,7 @@ class StagedBlock(nnx.Module):
             return x
         shares = jax.nn.softmax(self.router(x))
         chosen = jax.nn.one_hot(shares.argmax(-1), 4)
-        return x * (1 + (chosen * shares).sum(-1, keepdims=True)), (chosen.sum((0, 1)), shares.sum((0, 1)))
+        return x + self.experts(chosen * shares), (chosen.sum((0, 1)), shares.sum((0, 1)))
 
     def _attention(self, h: jax.Array, mask: jax.Array | None) -> jax.Array:
         parts = self.qkv(h).reshape(*h.shape[:2], 3, HEADS, WIDTH // HEADS)
@@ -103,7 +105,7 @@ def token_loss(model: nnx.Module, tokens: jax.Array) -> jax.Array:
     scores, balance = model(tokens[:, :-1])
     weights = (tokens[:, 1:] > 10).astype(jnp.float32)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(scores), tokens[:, 1:, None], -1)[..., 0]
-    return (weights * losses).sum() / weights.sum() + 0.01 * balance
+    return (weights * losses).sum() / weights.sum() + balance
 
 
 def uneven_tokens() -> np.ndarray:

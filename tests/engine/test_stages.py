@@ -47,6 +47,7 @@ CASES = {
     "experts' balance over the whole batch": Case(StagedConfig(experts=True)),
     "replicas": Case(StagedConfig(layers=6), {"replica": 2, "pipe": 2, "fsdp": 2}),
     "pipe alone": Case(StagedConfig(tied=True), {"pipe": 4, "fsdp": 1}),
+    "layers called one after another": Case(StagedConfig(dropout=0.3, unrolled=True, masked=True)),
     "microbatches of a step": Case(StagedConfig(dropout=0.3), accumulate=2),
 }
 

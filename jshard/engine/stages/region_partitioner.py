@@ -89,7 +89,7 @@ class StagesPartitioner(ShardedPartitioner):
                 "No layers of the model run on the pipe axis.",
                 where=call,
                 why=f'{why} alone, and the annotation has fallback="error".',
-                do=f"{line}  # in the model; js.fully_shard(model, units=Block, mesh=mesh)\nor js.mesh() without 'pipe'.",
+                do=f"{line}  # in the model, whose Block is a unit\nor js.mesh() without 'pipe'.",
             )
         key = (key_of_unit(unit), call)
         if key not in _warned:
