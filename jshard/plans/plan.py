@@ -21,7 +21,7 @@ from jshard.plans.mesh import FSDP, hosts_along
 from jshard.plans.model_axes import Entry
 from jshard.plans.placement import Placement, PlacementPolicy, place, stored_as
 from jshard.plans.policies import COMPILER, MixedPrecision
-from jshard.plans.staged_loops import TracedStages
+from jshard.plans.staged_loops import NO_STAGES, TracedStages
 from jshard.plans.units import (
     ORDINARY_STATE,
     Path,
@@ -108,7 +108,7 @@ class ShardPlan:
     mesh: tuple[tuple[str, int], ...]
     units: tuple[UnitPlan, ...]
     leaves: tuple[LeafPlan, ...]
-    stages: TracedStages = TracedStages()
+    stages: TracedStages = NO_STAGES
 
     def __repr__(self) -> str:
         counts = f"{len(self.units)} units, {len(self.leaves)} arrays, {self.num_parameters:,} parameters"
@@ -237,7 +237,7 @@ class ShardPlan:
             placement = Placement(**fields["placement"])
             leaves.append(LeafPlan(**{**fields, "placement": placement}))
         units = [UnitPlan(**fields) for fields in data["units"]]
-        stages = TracedStages()
+        stages = NO_STAGES
         if "stages" in data:
             stages = TracedStages.from_dict(_tuples(data["stages"]))
         return cls(mesh=_tuples(data["mesh"]), units=tuple(units), leaves=tuple(leaves), stages=stages)

@@ -122,6 +122,21 @@ class TracedStages:
     def __bool__(self) -> bool:
         return bool(self.loops)
 
+    @property
+    def depths(self) -> list[int]:
+        """How many layers a place has of each loop of forward."""
+        return [loop.schedule.layout.layers_per_place for loop in self._forward]
+
+    @property
+    def num_layer_runs(self) -> int:
+        """How often a place runs a layer in forward: each of its layers on each microbatch."""
+        runs = [loop.schedule.layout.layers_per_place * loop.schedule.num_microbatches for loop in self._forward]
+        return sum(runs)
+
+    @property
+    def _forward(self) -> list[StagedLoop]:
+        return [loop for loop in self.loops if loop.phase == FORWARD]
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "TracedStages":
         """Returns what `dataclasses.asdict` has made a dict of."""
@@ -133,3 +148,6 @@ class TracedStages:
             changed = {"schedule": StageSchedule(**schedule), "parameters": parameters, "gradients": gradients}
             loops.append(StagedLoop(**{**loop, **changed}))
         return cls(tuple(loops), tuple(PlaceTransfer(**transfer) for transfer in fields["transfers"]))
+
+
+NO_STAGES = TracedStages()

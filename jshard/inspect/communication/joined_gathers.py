@@ -94,8 +94,8 @@ class JoinedGathers:
                     for i in range(num_layer_dims + 1):
                         packed_shapes[comparable((*whole[i:num_layer_dims], *other))] = _NO_LAYER
                 whole = (*whole[:num_layer_dims], *largest)
-            # A program gathers all layers of a stack at once, or one, or, of a nested stack, some. A place gathers those
-            # of a chunk at once.
+            # A program gathers all layers of a stack at once, or one, or, of a nested stack, some. A place gathers the
+            # layers of a chunk at once.
             for i in range(num_layer_dims + 1):
                 for chunk in ((), expected.chunk):
                     whole_shapes[comparable((*chunk, *whole[i:]))] = layer

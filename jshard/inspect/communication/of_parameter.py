@@ -140,6 +140,7 @@ def sum_over_replicas(placement: Placement, degrees: Mapping[str, int], purpose:
 
 
 def gathered_elements(placement: Placement) -> int:
+    """Returns the elements of the gathered copy on a device."""
     return placement.gathered_bytes // jnp.dtype(placement.gathered_dtype).itemsize
 
 

@@ -102,7 +102,7 @@ def gathered_on_stages(plan: ShardPlan) -> Iterator[tuple[StagedParameter, OnSta
                 yield parameter, OnStages(loop, leaves, dict(plan.mesh))
 
 
-def _reduced_on_stages(plan: ShardPlan) -> Iterator[tuple[StagedGradient, OnStages]]:
+def reduced_on_stages(plan: ShardPlan) -> Iterator[tuple[StagedGradient, OnStages]]:
     """Yields the gradients that loops on stages reduce, with what they are of."""
     for loop in plan.stages.loops:
         for gradient in loop.gradients:
@@ -123,7 +123,7 @@ def paths_gathered_on_stages(plan: ShardPlan) -> set[str]:
 
 def paths_reduced_on_stages(plan: ShardPlan) -> set[str]:
     """Returns the paths of the parameters whose gradients loops on stages reduce."""
-    return {leaf.path for _, on_stages in _reduced_on_stages(plan) for leaf in on_stages.leaves}
+    return {leaf.path for _, on_stages in reduced_on_stages(plan) for leaf in on_stages.leaves}
 
 
 # ---- collectives
@@ -133,7 +133,7 @@ def traffic_of_parameters_on_stages(plan: ShardPlan) -> Iterator[Traffic]:
     """Yields the collectives of the parameters of loops on stages."""
     for parameter, on_stages in gathered_on_stages(plan):
         yield from _gathers(parameter, on_stages)
-    for gradient, on_stages in _reduced_on_stages(plan):
+    for gradient, on_stages in reduced_on_stages(plan):
         yield from _reductions(gradient, on_stages)
 
 
