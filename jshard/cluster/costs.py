@@ -23,7 +23,7 @@ from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.machine import Machine
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
-from jshard.inspect.communication import FORWARD, traffic_of
+from jshard.inspect.communication import FORWARD, unit_traffic
 from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.memory import Memory, kept_bytes, memory_of
 from jshard.inspect.plan_tables import folded_units
@@ -332,8 +332,7 @@ def _layer_transfers(
 ) -> Iterator[_LayerTransfer]:
     """Yields the collectives of one layer of a unit."""
     degrees = dict(plan.mesh)
-    plan_of_unit = dataclasses.replace(plan, leaves=plan.unit_leaves(unit.name))
-    for traffic in traffic_of(plan_of_unit):
+    for traffic in unit_traffic(plan, unit.name):
         if traffic.group_size == 1:  # nothing is sent
             continue
         phase = "forward" if traffic.purpose.startswith(FORWARD) else "backward"

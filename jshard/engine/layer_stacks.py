@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from jshard import _compat
 from jshard.engine.mixing import ModelKey, key_of, key_of_unit
+from jshard.engine.stages.records import traced_stages
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan
 from jshard.plans.units import Unit
@@ -59,12 +60,15 @@ def _stack_bytes(unit: Unit, rows: Mapping[str, Placement]) -> dict[str, int]:
 
 
 def as_traced(plan: ShardPlan) -> ShardPlan:
-    """Returns a plan with the layers that the last traced calls of its model gathered one at a time."""
-    # The key of the model's root, by which `note_layers` has recorded them.
+    """Returns a plan with what the last traced calls of its model did.
+
+    That is the layers that they gathered one at a time, and the loops that they ran on pipeline stages.
+    """
+    # The key of the model's root, by which both were recorded.
     key = key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
     stacks = _stacks(_paths_seen.get(key, ()))
     leaves = [_with_layers(leaf, stacks.get(leaf.path, "")) for leaf in plan.leaves]
-    return dataclasses.replace(plan, leaves=tuple(leaves))
+    return dataclasses.replace(plan, leaves=tuple(leaves), stages=traced_stages(key, plan))
 
 
 def _with_layers(leaf: LeafPlan, stack: str) -> LeafPlan:

@@ -23,6 +23,7 @@ from jshard.engine.schedule.prefetch import shards_gathered_by
 from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.selections import at_positions
+from jshard.engine.stages.records import note_stages
 from jshard.engine.stages.region_partitioner import StagesPartitioner
 from jshard.engine.unit_call import BACKWARD, FORWARD
 from jshard.engine.unsplit import LocalProduct, TracedCall, products_that_depend, warn_of_whole
@@ -182,10 +183,13 @@ class _Execution:
         results = self._results(p, operands)
 
         mixing.note(region.unit, region.name, call.part, p.moved)
+        if isinstance(p, StagesPartitioner):
+            note_stages(region.unit, region.name, call.part, call.phase, p.on_stages)
+            if call.part == FORWARD:
+                p.check_uses_stages(region.unit, region.name)
         # Of forward alone: the limits of these warnings are for what it computes.
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
-            p.check_uses_stages(region.unit, region.name)
             self._warn_of_whole(p.products)
 
         # Behind the results, so that these keep their positions whatever was gathered.

@@ -15,7 +15,7 @@ An equation is tried in this order, and the first that returns results has run i
 
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,13 @@ from jshard.engine.rules.registry import OperandStates, record_of
 from jshard.engine.rules.values import PARTIAL, Provenance, Shard, State, Value, arrays_of, type_of
 from jshard.engine.unsplit import LocalProduct, shapes_of
 from jshard.errors import CallError, FourPartError
+from jshard.plans.staged_loops import PlaceTransfer, StagedLoop
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import CarryStates, Scan
+
+TraceRecord: TypeAlias = Mixing | LocalProduct | StagedLoop | PlaceTransfer
+"""What a trace leaves of an operation, for reports and warnings."""
 
 
 class Partitioner:
@@ -56,7 +60,7 @@ class Partitioner:
         degree: the number of shards.
         batch_sizes: sizes of dims of the batch. A constant with such a dim is kept as a shard where it is stored;
             without any, only if a split of it was requested.
-        records: what was sent and multiplied, in trace order. What is traced again is recorded again.
+        records: what was sent, multiplied and run on stages, in trace order. What is traced again is recorded again.
         carry_states: the states of the carries of loops that have been traced.
         random_bits: functions of a key that draw one shard's bits, by their width, shape and split dim.
         trips: product of the lengths of the loops around: a collective in them is recorded as so many.
@@ -68,7 +72,7 @@ class Partitioner:
         self.axes = tuple(axes)
         self.degree = degree
         self.batch_sizes = set(batch_sizes)
-        self.records: list[Mixing | LocalProduct] = []
+        self.records: list[TraceRecord] = []
         self.carry_states: dict[Hashable, CarryStates] = {}
         self.random_bits: dict[tuple, Callable[[jax.Array], jax.Array]] = {}
         self.trips = 1

@@ -14,8 +14,10 @@ from jshard import _compat
 from jshard._types import PyTree
 from jshard.api.revise import repeated_layers, revise_layers
 from jshard.engine.context import shapes_only, without_update
+from jshard.engine.layer_stacks import as_traced
 from jshard.plans.mesh import region_degree
 from jshard.plans.placement import Selection
+from jshard.plans.plan import plan as make_plan
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
 
@@ -51,22 +53,27 @@ def activations(
 ) -> Activations:
     """Traces the loss of a model, and finds the saved arrays."""
     saved = saved_arrays(model, loss, batch, wrt=wrt)
+    # Of the trace that is just done: on stages a place has some of the layers.
+    stages = as_traced(make_plan(model, wrt=wrt)).stages
     without_remat = saved
     layers = repeated_layers(model)
     if any(unit_of(module).policy.remat != "none" for module in layers):  # type: ignore[union-attr]
         plain = nnx.merge(*nnx.split(model))
         revise_layers(plain, {"remat": "none"})
         without_remat = saved_arrays(plain, loss, batch, wrt=wrt)
+    if stages:
+        return summed(saved, without_remat, stages.depths, num_runs=stages.num_layer_runs)
     return summed(saved, without_remat, layers.values())
 
 
-def summed(saved: Saved, without_remat: Saved, depths: Collection[int]) -> Activations:
+def summed(saved: Saved, without_remat: Saved, depths: Collection[int], *, num_runs: int | None = None) -> Activations:
     """Returns the sums of saved arrays.
 
     Args:
         saved: the arrays.
         without_remat: those that would be saved if no layer were recomputed.
-        depths: the lengths of the model's lists of layers.
+        depths: the lengths of the model's lists of layers, as far as a device has them.
+        num_runs: how often a device runs a layer in forward; by default once for each.
     """
     saved_bytes = 0
     outside_bytes = 0
@@ -78,8 +85,8 @@ def summed(saved: Saved, without_remat: Saved, depths: Collection[int]) -> Activ
         saved_bytes += count * array.bytes
         if not _is_of_layers(count, array.rows, depths):
             outside_bytes += count * array.bytes
-    num_layers = max(1, sum(depths))
-    recomputed_bytes = max(0, _total_bytes(without_remat) - saved_bytes) // num_layers
+    num_runs = num_runs or max(1, sum(depths))
+    recomputed_bytes = max(0, _total_bytes(without_remat) - saved_bytes) // num_runs
     return Activations(saved_bytes, outside_bytes, recomputed_bytes, offloaded_bytes)
 
 

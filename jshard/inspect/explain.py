@@ -24,6 +24,7 @@ from jshard.inspect.plan_tables import (
     memory_table,
     mixing_table,
     notes_on,
+    stages_table,
     traffic_table,
     units_table,
 )
@@ -31,6 +32,7 @@ from jshard.inspect.tables import Printed, dicts_of
 from jshard.linen.annotation import annotation_of
 from jshard.plans.homes import place_of
 from jshard.plans.memories import is_placed
+from jshard.plans.mesh import PIPE
 from jshard.plans.placement import Selection
 from jshard.plans.plan import ShardPlan, record_of, unsharded_class
 from jshard.plans.plan import plan as make_plan
@@ -81,14 +83,20 @@ def explain(
     # In this order: records of calls are found by placements as they were annotated, and `as_traced` changes the layers
     # in some.
     mixing = mixing_of(plan)
+    annotated = plan
     plan = as_traced(plan)
-    memory = memory_of(plan, optimizer=optimizer)
     if not isinstance(model_or_plan, nnx.Module):
-        return Explanation(plan, memory, traffic_of(plan), leaves, mixing=mixing)
+        return Explanation(plan, memory_of(plan, optimizer=optimizer), traffic_of(plan), leaves, mixing=mixing)
 
     model = model_or_plan
+    saved = None
     if loss_fn is not None and batch is not None:
-        memory = memory.with_activations(activations(model, loss_fn, batch, wrt=wrt))
+        saved = activations(model, loss_fn, batch, wrt=wrt)
+        # That was a call of the model: it may be the first to show its loops on stages.
+        plan = dataclasses.replace(plan, stages=as_traced(annotated).stages)
+    memory = memory_of(plan, optimizer=optimizer)
+    if saved is not None:
+        memory = memory.with_activations(saved)
     return Explanation(
         plan,
         memory,
@@ -134,6 +142,8 @@ class Explanation(Printed):
         tables = [units_table(self.plan)]
         if self.leaves:
             tables.append(leaves_table(self.plan))
+        if self.plan.stages:
+            tables.append(stages_table(self.plan.stages, dict(self.plan.mesh)[PIPE]))
         tables += [memory_table(self.memory), traffic_table(self.traffic, self.plan)]
         if self.mixing:
             tables.append(mixing_table(self.mixing))
@@ -164,13 +174,16 @@ class Explanation(Printed):
             units.append({"unit": name, "count": count, "gathered_bytes": unit_bytes(self.plan, unit.name)})
         return units
 
-    def _memory_json(self) -> dict[str, int | str]:
+    def _memory_json(self) -> dict[str, object]:
         sums = {
             "held_bytes": self.memory.held_bytes,
             "step_bytes": self.memory.step_bytes,
             "host_bytes": self.memory.host_bytes,
         }
-        return dataclasses.asdict(self.memory) | sums
+        memory = dataclasses.asdict(self.memory) | sums
+        if self.memory.stages is None:
+            del memory["stages"]
+        return memory
 
     def _traffic_json(self) -> list[dict[str, object]]:
         return [{**dataclasses.asdict(row), "wire_bytes": row.wire_bytes} for row in self.traffic]

@@ -13,6 +13,8 @@ from jax.tree_util import KeyPath
 
 from jshard._types import PyTree
 from jshard.inspect.activations import Activations
+from jshard.inspect.communication.staged import paths_gathered_on_stages, paths_reduced_on_stages
+from jshard.inspect.staged_memory import StagesMemory, stages_memory
 from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import HOST_KIND
 from jshard.plans.model_axes import degree_of
@@ -61,6 +63,7 @@ class Memory:
     averages_bytes: int = 0  # averages of the weights that a run keeps
     host_averages_bytes: int = 0  # those in host memory
     host_activations_bytes: int = 0  # saved by autodiff. All figures above are of the device's own memory.
+    stages: StagesMemory | None = None  # of a loop on pipeline stages; the units in it are in no figure of units above
 
     def with_activations(self, activations: Activations) -> "Memory":
         """Returns the memory with the values that a traced program saves; kept copies are already counted as such."""
@@ -91,12 +94,14 @@ class Memory:
         """
         standing = self.held_bytes + self.gradients_bytes
         gathered = self.largest_unit_bytes + self.prefetched_bytes
+        on_stages = self.stages.total_bytes if self.stages is not None else 0
         if self.activations_bytes is None:
-            return standing + self.kept_bytes + gathered + self.largest_gradient_bytes
+            return standing + self.kept_bytes + max(gathered + self.largest_gradient_bytes, on_stages)
         saved = self.kept_bytes + self.activations_bytes
         at_head = saved + int(_HEAD_GRADIENTS * self.outside_bytes)
         recomputed = int(_RECOMPUTED_AT_ONCE * self.recomputed_bytes)
-        in_layer = saved - self.outside_bytes + recomputed + gathered + self.layer_gradient_bytes
+        beside_layer = max(gathered + self.layer_gradient_bytes, on_stages)
+        in_layer = saved - self.outside_bytes + recomputed + beside_layer
         return standing + max(at_head, in_layer)
 
 
@@ -109,9 +114,11 @@ def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memo
     largest = max(copies, key=lambda name: copies[name])
     total_kept = 0
     gradients = []
+    on_stages = paths_reduced_on_stages(plan)
     for unit in plan.units:
         total_kept += kept_bytes(plan, unit)
-        gradients.append(_unreduced_bytes(plan.unit_leaves(unit.name)))
+        leaves = [leaf for leaf in plan.unit_leaves(unit.name) if leaf.path not in on_stages]
+        gradients.append(_unreduced_bytes(leaves))
     return Memory(
         parameters_bytes=parameter_bytes(plan, on_host=False),
         gradients_bytes=parameter_bytes(plan, on_host=False, trained_only=True),
@@ -126,6 +133,7 @@ def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memo
         host_parameters_bytes=parameter_bytes(plan, on_host=True),
         host_gradients_bytes=parameter_bytes(plan, on_host=True, trained_only=True),
         host_optimizer_bytes=state.on_host,
+        stages=stages_memory(plan),
     )
 
 
@@ -152,8 +160,11 @@ def stored_bytes(leaves: Iterable[LeafPlan]) -> int:
 def _temporary_copies(plan: ShardPlan) -> dict[str, int]:
     """Returns the bytes of the copies that are gathered for a unit's call, by unit; "" stands for none."""
     copies = {"": 0}
+    on_stages = paths_gathered_on_stages(plan)
     for unit in plan.units:
-        if unit.gathered and unit.reshard_after_forward is not False:
+        paths = {leaf.path for leaf in plan.unit_leaves(unit.name)}
+        is_on_stages = not paths.isdisjoint(on_stages)
+        if unit.gathered and unit.reshard_after_forward is not False and not is_on_stages:
             copies[unit.name] = unit_bytes(plan, unit.name)
     return copies
 

@@ -12,11 +12,14 @@ from jshard._text import counted, folded_names, human_bytes, human_count, joined
 from jshard.engine.mixing import Mixing
 from jshard.inspect.communication import Traffic
 from jshard.inspect.memory import Memory, stored_bytes, unit_bytes
+from jshard.inspect.staged_memory import StagesMemory
 from jshard.inspect.tables import FittedTable, add_row, made_table
+from jshard.plans.mesh import PIPE
 from jshard.plans.model_axes import Entry
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, unsharded_class
 from jshard.plans.replication import ARRAY, Other
+from jshard.plans.staged_loops import StagedLoop, TracedStages
 from jshard.plans.units import dotted, numberless
 
 # ---- units
@@ -195,6 +198,8 @@ def memory_table(memory: Memory) -> FittedTable:
     row(f"largest gathered unit{unit}", memory.largest_unit_bytes, "estimate: one computes")
     row("gathered ahead of its use", memory.prefetched_bytes, "estimate: by prefetch")
     row("largest gradient of a unit, not yet reduced", memory.largest_gradient_bytes, "estimate")
+    if memory.stages is not None:
+        _add_stages(table, memory.stages)
     if memory.activations_bytes is None:
         add_row(table, "activations", "not estimated", "pass loss_fn= and batch=")
         step = "in a step, without activations"
@@ -215,6 +220,54 @@ def memory_table(memory: Memory) -> FittedTable:
         if memory.activations_bytes is not None:
             row("in host memory: activations", memory.host_activations_bytes, "estimate: saved")
         total("in host memory, for this device", memory.host_bytes, "")
+    return table
+
+
+def _add_stages(table: FittedTable, stages: StagesMemory) -> None:
+    """Adds what a loop on stages holds to the table of the memory."""
+    rounds = counted(stages.num_rounds, "round")
+    rows = {
+        "on stages: shards of the layers of a place": stages.layers_bytes,
+        f"on stages: gathered parameters of {rounds}": stages.rounds_bytes,
+        "on stages: sums of gradients, not yet reduced": stages.sums_bytes,
+        "on stages: reduced gradients of the layers of a place": stages.reduced_bytes,
+        "on stages: carries of all microbatches": stages.activations_bytes,
+    }
+    for name, size in rows.items():
+        add_row(table, name, human_bytes(size), "estimate")
+
+
+# ---- stages
+
+
+def stages_table(stages: TracedStages, num_places: int) -> FittedTable:
+    """Returns the loops that ran on pipeline stages, forward and backward in one row if they are alike."""
+    caption = (
+        "Last traced calls. layers: on a place, of all. tick: one chunk of layers on one microbatch. bubble: the share"
+        " of the ticks in which a place has none. carry: what a microbatch passes on, in each tick."
+    )
+    columns = ("units", "loop", "layers>", "chunks of>", "rounds>", "microbatches>", "ticks>", "bubble>", "carry>")
+    title = f"Stages: loops over units on {counted(num_places, 'place')} along pipe"
+    table = made_table(title, *columns, caption=caption)
+    phases: dict[StagedLoop, list[str]] = collections.defaultdict(list)  # of loops that are alike in all else
+    for loop in stages.loops:
+        alike = dataclasses.replace(loop, phase="", parameters=(), gradients=())
+        phases[alike].append(loop.phase)
+    for loop, phases_of_loop in phases.items():
+        schedule = loop.schedule
+        layout = schedule.layout
+        add_row(
+            table,
+            ", ".join(loop.units) or "-",
+            ", ".join(dict.fromkeys(phases_of_loop)),
+            f"{layout.layers_per_place} of {layout.num_layers}",
+            str(layout.layers_per_chunk),
+            str(layout.num_rounds),
+            str(schedule.num_microbatches),
+            str(schedule.num_ticks),
+            f"{schedule.bubble:.1%}",
+            human_bytes(loop.carry_bytes),
+        )
     return table
 
 
@@ -276,6 +329,7 @@ def notes_on(plan: ShardPlan, others: Sequence[Other], strays: Sequence[str]) ->
     """
     of_own_class = in_own_classes(others)
     not_trained = [other for other in others if other not in of_own_class]
+    yield from _stages_not_traced(plan)
     yield from _never_gathered(plan)
     yield from _unscheduled_stacks(plan)
     yield from _replicated(plan, of_own_class)
@@ -293,6 +347,15 @@ def in_own_classes(others: Iterable[Other]) -> list[Other]:
     """Returns the arrays in variables of a class of the user's own, which may be trained by `wrt=`."""
     plain_kinds = (ARRAY, nnx.Variable.__name__)
     return [other for other in others if other.kind not in plain_kinds]
+
+
+def _stages_not_traced(plan: ShardPlan) -> Iterator[str]:
+    num_places = dict(plan.mesh).get(PIPE, 1)
+    if num_places > 1 and not plan.stages:
+        yield (
+            f"Stages: loops over units run on the {num_places} places along pipe; all of the above is without them"
+            " until the first call of the model"
+        )
 
 
 def _never_gathered(plan: ShardPlan) -> Iterator[str]:

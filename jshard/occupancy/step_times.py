@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jshard.cluster.assumptions import Assumptions
-from jshard.inspect.communication import FORWARD, Traffic, traffic_of
+from jshard.inspect.communication import FORWARD, Traffic, unit_traffic
 from jshard.occupancy.products import MatrixProduct
 from jshard.plans.plan import ShardPlan, UnitPlan
 
@@ -36,8 +36,7 @@ StepTimes = tuple[PhaseTimes, PhaseTimes]
 
 def traffic_of_unit(plan: ShardPlan, unit: UnitPlan) -> list[Traffic]:
     """Returns the collectives of one unit of a plan, in one step."""
-    plan_of_unit = dataclasses.replace(plan, leaves=plan.unit_leaves(unit.name))
-    return [traffic for traffic in traffic_of(plan_of_unit) if traffic.group_size > 1]
+    return [traffic for traffic in unit_traffic(plan, unit.name) if traffic.group_size > 1]
 
 
 def transfers(plan: ShardPlan, unit: UnitPlan, assumptions: Assumptions) -> list[tuple[Traffic, float]]:

@@ -21,6 +21,7 @@ from jshard.plans.mesh import FSDP, hosts_along
 from jshard.plans.model_axes import Entry
 from jshard.plans.placement import Placement, PlacementPolicy, place, stored_as
 from jshard.plans.policies import COMPILER, MixedPrecision
+from jshard.plans.staged_loops import NO_STAGES, TracedStages
 from jshard.plans.units import (
     ORDINARY_STATE,
     Path,
@@ -101,11 +102,13 @@ class ShardPlan:
         mesh: degree of every mesh axis, outermost first.
         units: the units in tree order, root first.
         leaves: the parameters in tree order.
+        stages: what the last traced calls did on pipeline stages; nothing before them, or without such stages.
     """
 
     mesh: tuple[tuple[str, int], ...]
     units: tuple[UnitPlan, ...]
     leaves: tuple[LeafPlan, ...]
+    stages: TracedStages = NO_STAGES
 
     def __repr__(self) -> str:
         counts = f"{len(self.units)} units, {len(self.leaves)} arrays, {self.num_parameters:,} parameters"
@@ -124,6 +127,10 @@ class ShardPlan:
     def leaf(self, path: str) -> LeafPlan:
         """Returns the parameter at a path, or at one of its aliases."""
         return self._by_path[path]
+
+    def leaves_at(self, paths: Iterable[str]) -> list[LeafPlan]:
+        """Returns the parameters at some paths; those at which there is none are left out."""
+        return [self._by_path[path] for path in paths if path in self._by_path]
 
     def unit_leaves(self, name: str) -> tuple[LeafPlan, ...]:
         """Returns the parameters that a unit gathers."""
@@ -211,7 +218,10 @@ class ShardPlan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON text; `ShardPlan.from_json` reads it back."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        fields = dataclasses.asdict(self)
+        if not self.stages:
+            del fields["stages"]
+        return json.dumps(fields, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ShardPlan":
@@ -227,7 +237,10 @@ class ShardPlan:
             placement = Placement(**fields["placement"])
             leaves.append(LeafPlan(**{**fields, "placement": placement}))
         units = [UnitPlan(**fields) for fields in data["units"]]
-        return cls(mesh=_tuples(data["mesh"]), units=tuple(units), leaves=tuple(leaves))
+        stages = NO_STAGES
+        if "stages" in data:
+            stages = TracedStages.from_dict(_tuples(data["stages"]))
+        return cls(mesh=_tuples(data["mesh"]), units=tuple(units), leaves=tuple(leaves), stages=stages)
 
 
 def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:

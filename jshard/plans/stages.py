@@ -181,6 +181,13 @@ class StageSchedule:
         return self.num_runs + self.num_draining_ticks
 
     @property
+    def num_sends(self) -> int:
+        """How often a place passes on what it has computed."""
+        # A loop of one tick is no loop to a compiler, which sees that nobody receives what its last tick sends.
+        is_last_left_out = self.num_draining_ticks == 1
+        return self.num_ticks - is_last_left_out
+
+    @property
     def num_waiting(self) -> int:
         """How many microbatches wait before the first place, until all have gone around."""
         return self.num_microbatches - self.ticks_per_hop * self.layout.num_places

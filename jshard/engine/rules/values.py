@@ -96,6 +96,7 @@ class Value:
         index_dims: of the indices of a gather, which columns count up: `{column: dim}` says that `[..., column]` is
             the index along that dim, in global view. A shard of such indices stays within the same shard of a table.
         parameter: path of the parameter that it is, perhaps cast; empty for anything else, such as a gradient.
+        row_parameters: of a stack of parameters, the path of each row; `parameter` is then that of the first.
     """
 
     x: Any  # a `ShardArray`; not declared so, as most of its readers know that it is an array
@@ -104,6 +105,7 @@ class Value:
     conversions: dict[State, "Value"] = dataclasses.field(default_factory=dict)
     index_dims: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
+    row_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # Dims computed with numpy would fail `isinstance(state, int)`, and the value would count as whole.
@@ -171,7 +173,13 @@ class Value:
     def with_array(self, x: ShardArray) -> "Value":
         """Returns another array in the same state, without conversions and provenance."""
         # Those are of the old array: its equation does not compute the new one.
-        return Value(x, self.state, index_dims=self.index_dims, parameter=self.parameter)
+        return Value(
+            x,
+            self.state,
+            index_dims=self.index_dims,
+            parameter=self.parameter,
+            row_parameters=self.row_parameters,
+        )
 
 
 def arrays_of(values: Iterable[Value]) -> list[jax.Array]:

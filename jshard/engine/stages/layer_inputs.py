@@ -27,15 +27,17 @@ class ScannedParameter:
     Attributes:
         stored: how it is stored over the data axes.
         on_stage: how the rows of a place are stored, once places have exchanged their parts.
+        paths: of the parameter of each layer, or of a stack of all layers; empty if unknown.
     """
 
     stored: Placement
     on_stage: Placement
+    paths: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, placement: Placement, num_places: int) -> "ScannedParameter":
+    def of(cls, placement: Placement, num_places: int, paths: tuple[str, ...] = ()) -> "ScannedParameter":
         """Returns a parameter, given its placement and the degree of `pipe`."""
-        return cls(placement, placement.on_stage(num_places))
+        return cls(placement, placement.on_stage(num_places), paths)
 
     def dim_over_pipe(self, x: jax.Array) -> int | None:
         """Returns the dim of a row that is split over `pipe`, given the array of all rows; None if there is none."""
@@ -59,6 +61,7 @@ class LayerInputs:
         scanned: the rows of this place, by index of the scanned value.
         parameters: those that are parameters, by the same index.
         gathers: the parameters that are gathered for a round.
+        dealt: indices of the scanned values, other than parameters, whose rows the places have exchanged.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class LayerInputs:
         self.starts = [self._for_all_layers(value) for value in starts]
         self.parameters = self._parameters_among(scanned)
         self.gathers = RoundGathers.of(jaxpr, self.shared, self.starts, self._states_on_stage(scanned))
+        self.dealt: list[int] = []
         self.scanned = [self._rows_of_place(k, value) for k, value in enumerate(scanned)]
 
     # ---- a microbatch
@@ -117,9 +121,11 @@ class LayerInputs:
     def _parameters_among(self, scanned: list[Value]) -> dict[int, ScannedParameter]:
         """Returns the scanned values that are stored shards of each layer."""
         parameters = {}
+        num_places = self._schedule.layout.num_places
         for k, value in enumerate(scanned):
             if value.is_stored and not value.shard.pieces and not loops.is_stored_along_trips(value):
-                parameters[k] = ScannedParameter.of(value.shard.placement, self._schedule.layout.num_places)
+                paths = value.row_parameters or (value.parameter,)
+                parameters[k] = ScannedParameter.of(value.shard.placement, num_places, paths)
         return parameters
 
     def _states_on_stage(self, scanned: list[Value]) -> list[Value]:
@@ -165,6 +171,7 @@ class LayerInputs:
         if not value.is_split:
             return Value(exchanges.to_stages(value.x, layout, None), parameter=value.parameter)
         self._check_divides(value)
+        self.dealt.append(k)
         return Value(exchanges.to_stages(value.x, layout, value.dim - 1), value.state)
 
     def _parameter_of_place(self, k: int, value: Value) -> Value:

@@ -14,6 +14,7 @@ from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_equation import is_unit
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.stages import exchanges
+from jshard.engine.stages.records import StagesRecord, record_off_stages
 from jshard.engine.stages.staged_loop import StagedLoop
 from jshard.errors import CallError
 from jshard.plans.mesh import PIPE, degree
@@ -67,8 +68,14 @@ class StagesPartitioner(ShardedPartitioner):
         on_data_axes = None if row_dim is None else row_dim + 1
         if on_data_axes not in value.conversions:
             x = exchanges.from_stages(value.x, layout, row_dim)
+            self.records.append(record_off_stages(value, self.trips))
             value.conversions[on_data_axes] = Value(x, on_data_axes)
         return value.conversions[on_data_axes]
+
+    @property
+    def on_stages(self) -> list[StagesRecord]:
+        """What was recorded of loops on stages."""
+        return [record for record in self.records if isinstance(record, StagesRecord)]
 
     def check_uses_stages(self, unit: Unit, call: str) -> None:
         """Warns, once for each call of a model, if no loop runs on the stages; raises with fallback="error".

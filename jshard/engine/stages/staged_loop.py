@@ -31,6 +31,7 @@ from jshard.engine.schedule.barriers import available_together
 from jshard.engine.schedule.program_schedule import GatheredParams
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.stages.layer_program import LayerProgram
+from jshard.engine.stages.records import records_of
 from jshard.engine.stages.ring import Number, Ring, RingState, RoundParams
 from jshard.engine.stages.round_gathers import for_each_layer
 from jshard.engine.stages.stacked_results import StackedGradients
@@ -94,6 +95,7 @@ class StagedLoop:
         with jax.named_scope(f"jshard[{self._outer.name}]/from_stages"):
             results = zip(self._layer.results, buffers, strict=True)
             stacked = [result.value(buffer) for result, buffer in results]
+        self._outer.records += records_of(self._layer, self._outer.trips)
         return self._layer.loop_results(carry, stacked)
 
     # ---- rounds

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jshard.inspect.communication.planned import copied_over
+from jshard.inspect.communication.of_parameter import copied_over
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.module import HloArray
 from jshard.plans.model_axes import degree_of

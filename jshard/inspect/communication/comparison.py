@@ -2,10 +2,9 @@
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-import jax.numpy as jnp
 
 from jshard._text import folded_names, human_bytes
 from jshard.inspect.communication.attribution import (
@@ -16,12 +15,14 @@ from jshard.inspect.communication.attribution import (
     without_mixing,
 )
 from jshard.inspect.communication.joined_gathers import JoinedGathers
-from jshard.inspect.communication.planned import BACKWARD, GRADIENTS, CollectiveKind, traffic_of
+from jshard.inspect.communication.of_parameter import BACKWARD, FORWARD, GRADIENTS
+from jshard.inspect.communication.planned import CollectiveKind, in_mesh_order, traffic_of
 from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
 from jshard.plans.mesh import CONTEXT, FSDP, INNER_AXES, REGION_AXES
 from jshard.plans.plan import ShardPlan
+from jshard.plans.staged_loops import ACTIVATIONS
 
 ElementsByDtype = dict[str, float]
 """Elements that a program sends, by the name of their dtype in HLO."""
@@ -80,10 +81,14 @@ def differences(
             if kind in extra:
                 continue  # more is gathered than planned: then none can have been joined
             gathers = JoinedGathers(plan, kind, num_gathers)
-            of_no_parameter += gathers.of_no_parameter(of_plan)
+            if not comparison.plans_others(kind):
+                of_no_parameter += gathers.of_no_parameter(of_plan)
             if kind in missing and gathers.unexplained_elements(of_plan) <= comparison.tolerated_elements:
                 del missing[kind]
                 joined_kinds.append(kind)
+        for kind in comparison.joined_exchanges(missing):
+            del missing[kind]
+            joined_kinds.append(kind)
 
     # Joined gathers are no longer in `missing`: no other collective has replaced those.
     replacements, left_over = _pair(missing, extra)
@@ -125,7 +130,8 @@ def _kinds_of_gathers(plan: ShardPlan) -> list[CollectiveKind]:
     for leaf in plan.gathered_part.leaves:
         placement = leaf.placement
         if placement.dim is not None:
-            kinds.add(CollectiveKind("all-gather", placement.axes, placement.degree))
+            axes = in_mesh_order(placement.axes, dict(plan.mesh))
+            kinds.add(CollectiveKind("all-gather", axes, placement.degree))
     return sorted(kinds)
 
 
@@ -162,13 +168,14 @@ def _amounts(windows: Iterable[Window], plan: ShardPlan, accumulate: int, sync: 
             compiled[dtype] += size / item_bytes(dtype) * window.executions
     num_passes = accumulate if sync == "each" else 1  # else there is one gather and at most one reduction for all
     for traffic in traffic_of(plan):
+        is_of_activations = traffic.purpose.startswith(ACTIVATIONS)
         if sync != "each" and traffic.purpose.startswith(BACKWARD):
             continue  # gathered once, for all microbatches
         if sync == "none" and traffic.purpose.startswith(GRADIENTS):
             continue  # reduced by `js.reduce_gradients`, in another program
-        kind = CollectiveKind(traffic.kind, traffic.axes, traffic.group_size)
-        elements = traffic.full_bytes / jnp.dtype(traffic.dtype).itemsize  # a plan counts a byte for 4-bit integers
-        amounts[kind].planned[hlo_dtype(traffic.dtype)] += elements * num_passes
+        times = accumulate if is_of_activations else num_passes
+        planned = amounts[CollectiveKind.planned(traffic)].planned
+        planned[hlo_dtype(traffic.dtype)] += traffic.elements * times
     return {kind: amounts[kind] for kind in sorted(amounts)}
 
 
@@ -237,6 +244,26 @@ class _Comparison:
     def tolerated_elements(self) -> float:
         """How many elements do not count as a difference."""
         return TOLERANCE * self.plan.gathered_part.num_parameters
+
+    def plans_others(self, kind: CollectiveKind) -> bool:
+        """Returns whether a kind of collective is also planned for other arrays than parameters: on stages."""
+        for traffic in traffic_of(self.plan):
+            is_of_parameters = traffic.purpose.startswith((FORWARD, BACKWARD))
+            if CollectiveKind.planned(traffic) == kind and not is_of_parameters:
+                return True
+        return False
+
+    def joined_exchanges(self, missing: Mapping[CollectiveKind, float]) -> list[CollectiveKind]:
+        """Returns the kinds by which no more is missing than backward exchanges again of parameters on stages."""
+        again: dict[CollectiveKind, float] = collections.defaultdict(float)
+        for traffic in traffic_of(self.plan):
+            if traffic.kind == "all-to-all" and traffic.purpose.startswith(BACKWARD):
+                again[CollectiveKind.planned(traffic)] += traffic.elements
+        joined = []
+        for kind, elements in again.items():
+            if missing.get(kind, math.inf) <= elements + self.tolerated_elements:
+                joined.append(kind)
+        return joined
 
     def missing(self) -> dict[CollectiveKind, float]:
         """Returns the kinds of which elements are missing, and how many."""

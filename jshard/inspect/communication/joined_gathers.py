@@ -6,19 +6,53 @@ gathered must not make up for a parameter that is not. So gathers are counted by
 """
 
 import collections
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from jshard.inspect.communication.attribution import CollectivePart, Dims, comparable, shapes_on_device
-from jshard.inspect.communication.planned import CollectiveKind
+from jshard.inspect.communication.planned import CollectiveKind, in_mesh_order
+from jshard.inspect.communication.staged import gathered_on_stages, paths_gathered_on_stages
 from jshard.inspect.hlo import Window
 from jshard.plans.mesh import FSDP
 from jshard.plans.placement import Placement
 from jshard.plans.plan import ShardPlan
+from jshard.plans.staged_loops import FORWARD
 from jshard.plans.wires import wire_named
 
 _NO_LAYER: Dims = ()
 """Stands for the layer of arrays that are no part of a parameter, and of scales, which have few elements."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _ExpectedGather:
+    """How often a program gathers a parameter.
+
+    Attributes:
+        placement: of what is gathered.
+        forward: how often forward gathers it. On stages a place gathers its own layers alone, and less than all.
+        backward: how often backward does.
+        chunk: the number of layers that a place gathers at once, as the first dims of an array.
+    """
+
+    placement: Placement
+    forward: float
+    backward: float
+    chunk: Dims = ()
+
+
+def _expected_gathers(plan: ShardPlan) -> Iterator[_ExpectedGather]:
+    gathers_again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
+    on_stages = paths_gathered_on_stages(plan)
+    for leaf in plan.gathered_part.leaves:
+        if leaf.path not in on_stages:
+            backward = leaf.by_layer or gathers_again[leaf.unit]
+            yield _ExpectedGather(leaf.placement, forward=1, backward=int(backward))
+    for parameter, stages in gathered_on_stages(plan):
+        is_forward = stages.loop.phase == FORWARD
+        times = stages.times_gathered(parameter)
+        chunk = (stages.loop.schedule.layout.layers_per_chunk,)
+        yield _ExpectedGather(stages.placement, times * is_forward, times * (not is_forward), chunk)
 
 
 class JoinedGathers:
@@ -36,17 +70,16 @@ class JoinedGathers:
             num_gathers: how often forward gathers each parameter: once per microbatch.
         """
         self._kind = kind
-        self._fewest: collections.Counter[Dims] = collections.Counter()
+        self._fewest: collections.Counter[Dims] = collections.Counter()  # of elements
         self._most: collections.Counter[Dims] = collections.Counter()
         # The layer by the shape of an array of the program.
         whole_shapes: dict[Dims, Dims] = {}
         shard_shapes: dict[Dims, Dims] = {}  # of an all-to-all in the place of a gather
         packed_shapes: dict[Dims, Dims] = {}  # of what wires send beside the largest of their arrays, such as scales
 
-        gathers_again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
-        for leaf in plan.gathered_part.leaves:
-            placement = leaf.placement
-            if placement.axes != kind.axes:
+        for expected in _expected_gathers(plan):
+            placement = expected.placement
+            if in_mesh_order(placement.axes, dict(plan.mesh)) != kind.axes:
                 continue
             whole, shard = shapes_on_device(placement, dict(plan.mesh))
             num_layer_dims = _num_layer_dims(whole, placement.layers)
@@ -61,14 +94,14 @@ class JoinedGathers:
                     for i in range(num_layer_dims + 1):
                         packed_shapes[comparable((*whole[i:num_layer_dims], *other))] = _NO_LAYER
                 whole = (*whole[:num_layer_dims], *largest)
-            # A program gathers all layers of a stack at once, or one, or, of a nested stack, some.
+            # A program gathers all layers of a stack at once, or one, or, of a nested stack, some. A place gathers the
+            # layers of a chunk at once.
             for i in range(num_layer_dims + 1):
-                whole_shapes[comparable(whole[i:])] = layer
-                shard_shapes[comparable(shard[i:])] = layer
-            self._fewest[layer] += elements * num_gathers
-            self._most[layer] += elements * num_gathers
-            if leaf.by_layer or gathers_again[leaf.unit]:
-                self._most[layer] += elements * num_gathers
+                for chunk in ((), expected.chunk):
+                    whole_shapes[comparable((*chunk, *whole[i:]))] = layer
+                    shard_shapes[comparable((*chunk, *shard[i:]))] = layer
+            self._fewest[layer] += elements * expected.forward * num_gathers
+            self._most[layer] += elements * (expected.forward + expected.backward) * num_gathers
         # A shape that is more than one of them most likely is a whole parameter's.
         self._layer_of_shape = packed_shapes | shard_shapes | whole_shapes
 
