@@ -161,3 +161,38 @@ def test_rows_of_two_units_and_of_the_root():
         js.fully_shard(layers, mesh=staged_mesh(), placement=js.PlacementPolicy(stacked=1, min_size=1))
     js.fully_shard(model, mesh=staged_mesh(), placement=js.PlacementPolicy(min_size=1))
     assert_equal(nnx_results(model, weighted_loss, X, Y, WEIGHT), wanted)
+
+
+class Coincidence(nnx.Module):
+    """Its sequences are as long, and its layers as wide, as the batch is large."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Layer))(rngs)
+        self.scales = nnx.Param(1 + 0.1 * jax.random.normal(rngs.params(), (LAYERS, WIDTH)))
+        self.scale = nnx.Param(1 + 0.1 * jax.random.normal(rngs.params(), (WIDTH,)))
+        self.state = nnx.BatchStat(jnp.ones((LAYERS, WIDTH)))
+
+    def __call__(self, x):
+        mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1])))
+
+        def run(x, layer, scale, state):
+            x = x * scale * self.scale[...]
+            x = jnp.einsum("ts,bsd->btd", mask / mask.sum(-1, keepdims=True), x)
+            x = jnp.where(jnp.arange(x.shape[1])[:, None] > 2, x, 1.01 * x)
+            state = state * jnp.linalg.norm(state * scale)
+            return layer(x, 0.1), state
+
+        x, self.state[...] = nnx.scan(run, in_axes=(nnx.Carry, 0, 0, 0), out_axes=(nnx.Carry, 0))(
+            x, self.layers, self.scales[...], self.state[...])
+        return x
+
+
+def test_dims_as_large_as_the_batch():
+    x, y = RANDOM.standard_normal((2, WIDTH, WIDTH, WIDTH)).astype(np.float32)
+    batch = (x, y, np.linspace(0, 1, WIDTH, dtype=np.float32))
+    build = lambda: Coincidence(nnx.Rngs(0))
+    wanted = nnx_results(fresh(build), weighted_loss, *batch)
+    model = fresh(build)
+    js.fully_shard(model.layers, mesh=staged_mesh(), placement=js.PlacementPolicy(stacked=1, min_size=1))
+    js.fully_shard(model, mesh=staged_mesh())
+    assert_equal(nnx_results(model, weighted_loss, *batch), wanted)
