@@ -85,7 +85,7 @@ def gather_unit(
                                      ├─ barrier ─▶ small; arrays of large ─▶ gathered
         arrays of large ─────────────┘
     """
-    first = _small_beside_large(shards, mesh)
+    first = small_beside_large(shards, mesh)
     rest = [i for i in range(len(arrays)) if i not in first]
     gathered = {}
     for i in first:
@@ -103,7 +103,7 @@ def gather_unit(
     return at_positions(gathered, range(len(arrays)))
 
 
-def _small_beside_large(shards: tuple[Shard, ...], mesh: Mesh) -> list[int]:
+def small_beside_large(shards: tuple[Shard, ...], mesh: Mesh) -> list[int]:
     """Returns which parameters are gathered before the others: small ones, if there are large ones."""
     # On GPUs, GPT-175B on 512 H100: a gather of biases behind a large collective cost the time of that.
     is_tpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"

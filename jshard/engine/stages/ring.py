@@ -206,6 +206,7 @@ class Ring:
         row = run.chunk * self._layout.layers_per_chunk + layer
         params = self._layer.inputs.gathers.of_layer(gathered, layer)
         results, rows = self._layer.run(carry, row, run.microbatch, params)
+        rows = [result.of_layer(x) for result, x in zip(self._layer.results, rows, strict=True)]
         if self._layout.is_full:
             return results, rows
         # The last numbers have no layer: what arrives there is passed on.

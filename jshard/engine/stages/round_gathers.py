@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from jshard.engine import gathers
 from jshard.engine.rules import Value
+from jshard.engine.schedule.barriers import available_together
 from jshard.engine.schedule.loop_pipeline import variables_read
 from jshard.engine.schedule.prefetch import LoopPlan
 from jshard.engine.schedule.program_schedule import GatheredParams, ScheduledUnit
@@ -26,11 +28,13 @@ class RoundUnit:
         position: in the schedule of a layer's program.
         scheduled: the unit, with shards that stand for those of any layer.
         scanned: for each of its shards, the index of the scanned value that it is a row of.
+        shard_dims: the dim of each shard along which it is gathered, counted from the end; None if it is whole.
     """
 
     position: int
     scheduled: ScheduledUnit
     scanned: list[int]
+    shard_dims: list[int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,9 @@ class RoundGathers:
             # Any other unit gathers its parameters in each tick.
             are_all_known = len(sources) == len(scheduled.shards)
             if scheduled.shards and are_all_known and all(source.is_row for source in sources):
-                units.append(RoundUnit(position, scheduled, [source.index for source in sources]))
+                indices = [source.index for source in sources]
+                shard_dims = [scanned[k].shard.placement.dim_from_end for k in indices]
+                units.append(RoundUnit(position, scheduled, indices, shard_dims))
 
         receive_gathered = {id(unit.scheduled.unit.eqn) for unit in units}
         read = variables_read(jaxpr, jaxpr.outvars[: len(starts)], receive_gathered)
@@ -87,6 +93,10 @@ class RoundGathers:
     def gather(self, shards: list[Arrays], scanned: Sequence[Value], mesh: Mesh) -> list[GatheredParams]:
         """Returns the parameters of a chunk of layers, for each unit: arrays with a row for each layer.
 
+        In each row the gathered dim comes first. So a gather leaves it in memory, with one shard after the other; and
+        so loops take it, whose arrays have their dims in order. With another order each round would copy its parameters
+        to transpose them.
+
         Args:
             shards: those of the chunk.
             scanned: the scanned values, for their states.
@@ -101,15 +111,45 @@ class RoundGathers:
                 return gathers.gather_unit(rows, states, mesh, dtypes)
 
             with unit.scheduled.unit.gather_scope():
-                gathered.append(for_each_layer(gather_layer, rows))
+                arrays = for_each_layer(gather_layer, rows)
+            gathered.append([_moved(x, dim, 1) for x, dim in zip(arrays, unit.shard_dims, strict=True)])
         return gathered
+
+    def followed_by(
+        self, arrays: Arrays, gathered: Sequence[GatheredParams], scanned: Sequence[Value], mesh: Mesh
+    ) -> tuple[Arrays, list[GatheredParams]]:
+        """Returns arrays that are available when the small parameters are gathered; and the parameters.
+
+        A small gather is waited for at once, as the large ones are tied behind it. Behind the large collectives to
+        which these arrays go, it would take as long as those.
+        """
+        small = {}
+        for u, unit in enumerate(self.units):
+            states = tuple(scanned[k].shard for k in unit.scanned)
+            for i in gathers.small_beside_large(states, mesh):
+                small[u, i] = gathered[u][i]
+        if not small or not arrays:
+            return arrays, list(gathered)
+        small, arrays = available_together(small, arrays)
+        params = []
+        for u, of_unit in enumerate(gathered):
+            params.append([small.get((u, i), x) for i, x in enumerate(of_unit)])
+        return arrays, params
 
     def of_layer(self, gathered: Sequence[GatheredParams], layer: jax.Array | int) -> dict[int, GatheredParams]:
         """Returns the parameters of one layer of a chunk, by the position of their unit."""
         params = {}
         for unit, arrays in zip(self.units, gathered, strict=True):
-            params[unit.position] = [row_of_chunk(x, layer) for x in arrays]
+            rows = [row_of_chunk(x, layer) for x in arrays]
+            params[unit.position] = [_moved(row, 0, dim) for row, dim in zip(rows, unit.shard_dims, strict=True)]
         return params
+
+
+def _moved(x: jax.Array, source: int | None, destination: int | None) -> jax.Array:
+    """Returns an array with a dim elsewhere; as it is if there is no such dim."""
+    if source is None or destination is None:
+        return x
+    return jnp.moveaxis(x, source, destination)
 
 
 def row_of_chunk(x: jax.Array, layer: jax.Array | int) -> jax.Array:

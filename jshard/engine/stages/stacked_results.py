@@ -57,6 +57,10 @@ class StackedResult(abc.ABC):
     def empty(self) -> jax.Array:
         """Returns the buffer before the first tick."""
 
+    def of_layer(self, row: jax.Array) -> jax.Array:
+        """Returns the result of a layer as its buffer has it."""
+        return row
+
     @abc.abstractmethod
     def written(self, buffer: jax.Array, rows: jax.Array, run: ChunkRun) -> jax.Array:
         """Returns the buffer with the rows of a chunk."""
@@ -138,24 +142,32 @@ class StackedGradients(StackedResult):
 
     def empty(self) -> jax.Array:
         """Returns zeros for both buffers."""
-        return jnp.zeros((2, self.layout.layers_per_chunk, *self.row.shape), self.sum_dtype)
+        row = jax.eval_shape(self.of_layer, self.row)
+        return jnp.zeros((2, self.layout.layers_per_chunk, *row.shape), self.sum_dtype)
+
+    def of_layer(self, row: jax.Array) -> jax.Array:
+        """Returns a gradient with the dim first that is scattered: so it is reduced without a transposed copy."""
+        dim = self.parameter.on_stage.dim_from_end
+        return row if dim is None else jnp.moveaxis(row, dim, 0)
 
     def written(self, buffer: jax.Array, rows: jax.Array, run: ChunkRun) -> jax.Array:
         """Returns the buffers, with the rows of a chunk added to that of its round."""
         start = [run.round % 2, *[np.int32(0)] * (self.row.ndim + 1)]
         # Cast here, where they are added: cast in the layer, the wider array would be a result of a conditional.
-        added = _real_rows(rows, run).astype(self.sum_dtype)[None]
+        added = rows.astype(self.sum_dtype)[None]
         before = lax.dynamic_slice(buffer, start, added.shape)
-        return lax.dynamic_update_slice(buffer, before + added, start)
-
-    def begun(self, buffer: jax.Array, round_number: jax.Array | int) -> jax.Array:
-        """Returns the buffers when a round begins: its sums start at zero, where those of two rounds before were."""
-        start = [jnp.int32(round_number % 2), *[np.int32(0)] * (self.row.ndim + 1)]
-        return lax.dynamic_update_slice(buffer, jnp.zeros((1, *buffer.shape[1:]), buffer.dtype), start)
+        # The first microbatch begins a sum, where those of two rounds before were. Zeros that are written when a round
+        # begins would be one more pass over memory, and one more buffer to the compiler, whose estimate of memory knows
+        # no updates in place.
+        total = jnp.where(run.microbatch == 0, added, before + added)
+        is_real = run.is_real.reshape(1, -1, *[1] * self.row.ndim)
+        return lax.dynamic_update_slice(buffer, jnp.where(is_real, total, before), start)
 
     def sums(self, buffer: jax.Array, round_number: jax.Array | int) -> jax.Array:
         """Returns the sums of a round, when all places have left it."""
-        return lax.dynamic_index_in_dim(buffer, jnp.int32(round_number % 2), 0, keepdims=False)
+        sums = lax.dynamic_index_in_dim(buffer, jnp.int32(round_number % 2), 0, keepdims=False)
+        dim = self.parameter.on_stage.dim_from_end
+        return sums if dim is None else jnp.moveaxis(sums, 1, dim)
 
     def value(self, buffer: jax.Array) -> Value:
         """Returns the gradients of all layers as they are stored, from the reduced ones of this place."""

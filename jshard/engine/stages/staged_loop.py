@@ -141,18 +141,13 @@ class StagedLoop:
         is_known = isinstance(number, int)
         is_first = is_known and number == 0
         is_last = is_known and number == self._layout.num_rounds - 1
-        ring = state.ring
         later: list[GatheredParams] = []
         if not is_last:
-            # Not before this round: else all of them would be gathered when the loop begins.
-            shards, arriving = available_together(self._shards(number + 1), ring.arriving)
-            ring = dataclasses.replace(ring, arriving=arriving)
-            later = self._gather(shards)
+            state, later = self._gather_next(state, number + 1)
         reduced = self._with_reduced(state, number)
-        ring = self._with_begun_sums(ring, number)
         params = RoundParams(number, state.current, None if is_first else state.previous)
         first_tick = number * self._schedule.num_microbatches
-        ring = self._run_ticks(ring, first_tick, self._schedule.num_microbatches, params)
+        ring = self._run_ticks(state.ring, first_tick, self._schedule.num_microbatches, params)
         # The round before is complete now, which has its sums in the other buffers.
         sums = [] if is_first else self._sums(ring, number - 1)
         return RoundState(ring, previous=state.current, current=later, sums=sums, reduced=reduced)
@@ -187,6 +182,15 @@ class StagedLoop:
         chunk = self._ring.chunk_of_round(number)
         return inputs.gathers.shards_of(inputs.scanned, chunk, self._layout.layers_per_chunk)
 
+    def _gather_next(self, state: RoundState, number: Number) -> tuple[RoundState, list[GatheredParams]]:
+        """Returns the state when a round begins, and the parameters of the next one, which has this number."""
+        # Not before this round: else all of them would be gathered when the loop begins.
+        shards, arriving = available_together(self._shards(number), state.ring.arriving)
+        ring = dataclasses.replace(state.ring, arriving=arriving)
+        inputs = self._layer.inputs
+        sums, gathered = inputs.gathers.followed_by(state.sums, self._gather(shards), inputs.scanned, self._mesh)
+        return dataclasses.replace(state, ring=ring, sums=sums), gathered
+
     def _gather(self, shards: list[list[jax.Array]]) -> list[GatheredParams]:
         inputs = self._layer.inputs
         return inputs.gathers.gather(shards, inputs.scanned, self._mesh)
@@ -196,15 +200,6 @@ class StagedLoop:
         return cast(Mesh, mesh_of_place(self._outer.mesh))
 
     # ---- gradients
-
-    def _with_begun_sums(self, ring: RingState, number: Number) -> RingState:
-        """Returns the state with zeros for the sums of a round that begins."""
-        if isinstance(number, int) and number < 2:
-            return ring  # both buffers have begun with zeros
-        buffers = list(ring.buffers)
-        for position, gradients in self._gradients.items():
-            buffers[position] = gradients.begun(buffers[position], number)
-        return dataclasses.replace(ring, buffers=buffers)
 
     def _sums(self, ring: RingState, number: Number) -> list[jax.Array]:
         """Returns the sums of a round that all places have ended."""
