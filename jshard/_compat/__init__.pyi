@@ -63,6 +63,7 @@ from jshard._compat.tracing import in_trace as in_trace
 from jshard._compat.tracing import is_concrete as is_concrete
 from jshard._compat.tracing import is_same_rule as is_same_rule
 from jshard._compat.tracing import is_tracer as is_tracer
+from jshard._compat.tracing import line_of as line_of
 from jshard._compat.tracing import manual_axes as manual_axes
 from jshard._compat.tracing import running as running
 from jshard._compat.tracing import scan_arguments as scan_arguments

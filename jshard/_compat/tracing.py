@@ -157,6 +157,13 @@ def running(eqn: jex.JaxprEqn) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def line_of(eqn: jex.JaxprEqn) -> Iterator[None]:
+    """Gives operations traced inside the user's line of an equation, and not its names."""
+    with source_info_util.user_context(eqn.source_info.traceback):
+        yield
+
+
 def _settings(context: private_names.Private) -> Iterator[contextlib.AbstractContextManager[object]]:
     """Yields the settings of a user's `compute_on`, `set_xla_metadata` or `threefry_partitionable` at an equation."""
     if context.compute_type is not None:

@@ -15,6 +15,7 @@ from jshard.plans import checks
 from jshard.plans.plan import make_plan, record_of
 from jshard.plans.policies import Fallback, MixedPrecision, UnitPolicy
 from jshard.plans.remat import Remat
+from jshard.plans.stages import Stages
 from jshard.plans.units import (
     Path,
     Unit,
@@ -44,6 +45,7 @@ class RevisedSettings(TypedDict, total=False):
     prefetch: int | str
     mixed_precision: MixedPrecision | None
     fallback: Fallback
+    stages: Stages
 
 
 def revise(
@@ -63,7 +65,7 @@ def revise(
             the model, which may be the root, or a list of these. None: all, and the root; `remat` then applies to the
             units inside the root only, as in `js.fully_shard`. Of a Linen model, choices of its annotation.
         **settings: `reshard_after_forward`, `remat`, `prefetch`, `mixed_precision` and `fallback`, each as in
-            `js.fully_shard`. Settings that are not named stay as they are.
+            `js.fully_shard`; `stages`, a `js.parallel.Stages`. Settings that are not named stay as they are.
 
     Returns:
         The same object; for a Linen model, a copy, whose units are found again by its next `init` or call.

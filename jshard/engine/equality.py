@@ -97,7 +97,7 @@ class _ProgramComparison:
         if a.params.keys() != b.params.keys() or _compat.equation_setting(a) != _compat.equation_setting(b):
             return False
         for name, value in a.params.items():
-            if not _parameters_equal(value, b.params[name]):
+            if not parameters_equal(value, b.params[name]):
                 return False
         return self._bind(a.outvars, b.outvars)
 
@@ -113,16 +113,17 @@ class _ProgramComparison:
 
     def _is_same_operand(self, x: Atom, y: Atom) -> bool:
         if isinstance(x, jex.Literal):
-            return isinstance(y, jex.Literal) and _literals_equal(x, y)
+            return isinstance(y, jex.Literal) and literals_equal(x, y)
         return self._counterparts.get(x) is y
 
 
-def _literals_equal(x: jex.Literal, y: jex.Literal) -> bool:
+def literals_equal(x: jex.Literal, y: jex.Literal) -> bool:
+    """Returns whether two literals are the same number of the same type."""
     # By their bits: NaN equals itself, and 0.0 differs from -0.0.
     return x.aval == y.aval and np.asarray(x.val).tobytes() == np.asarray(y.val).tobytes()
 
 
-def _parameters_equal(x: Any, y: Any) -> bool:
+def parameters_equal(x: Any, y: Any) -> bool:
     """Returns whether two parameters of equations are equal; False where they cannot be compared."""
     # A wrong False costs a second trace, a wrong True wrong numbers. So what is of unknown equality differs.
     if x is y:
@@ -134,7 +135,7 @@ def _parameters_equal(x: Any, y: Any) -> bool:
     if isinstance(x, UnitCall):
         return x.is_like(y)  # their programs are a parameter of their own, which is compared as well
     if isinstance(x, (list, tuple)):
-        return len(x) == len(y) and all(map(_parameters_equal, x, y))
+        return len(x) == len(y) and all(map(parameters_equal, x, y))
     try:
         return bool(x == y) or _compat.is_same_rule(x, y)
     except (TypeError, ValueError):

@@ -188,6 +188,7 @@ class _Execution:
         # Of forward alone: the limits of these warnings are for what it computes.
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
+            p.check_uses_stages(region.unit, region.name)
             self._warn_of_whole(p.products)
 
         # Behind the results, so that these keep their positions whatever was gathered.

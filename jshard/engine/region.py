@@ -27,10 +27,11 @@ from jshard.engine.region_call import RegionCall
 from jshard.engine.rules import Shard
 from jshard.engine.trace import Call, trace_call
 from jshard.engine.unit_call import UnitSettings
+from jshard.engine.unrolled_layers import as_loops
 from jshard.engine.unsplit import batch_size
 from jshard.engine.values import MethodResult, type_texts
 from jshard.errors import CallError
-from jshard.plans.mesh import CONTEXT, EXPERT, data_degree, degree
+from jshard.plans.mesh import CONTEXT, EXPERT, PIPE, data_degree, degree
 from jshard.plans.plan import resharded
 from jshard.plans.units import NESTED, Unit, dotted, nested_units, unit_of
 
@@ -129,6 +130,8 @@ def _open_region(call: Call, unit: Unit) -> MethodResult:
     params = call.guarded(entering)
     with units.region_trace(cast(Mesh, unit.mesh)):
         program, consts = _trace(call, unit, params)
+    if degree(unit.mesh, PIPE) > 1:
+        program = as_loops(program)  # layers called one after another run on stages, too
     # Constants of the trace are operands: as constants of the program, arrays would be whole on every device.
     operands = [*params, *call.inputs, *consts]
     region = _region_of(unit, call, consts)

@@ -1,8 +1,10 @@
-"""How a model uses its own mesh axes: `tensor`, which splits its layers, and `expert`.
+"""How a model uses its own mesh axes: `tensor`, which splits its layers, `expert`, and `pipe`.
 
     js.parallel.split(model, {"blocks/*/up/kernel": (None, "tensor"), "blocks/*/down/kernel": ("tensor", None)})
     x_BTD = js.parallel.hold(x_BTD, None, "tensor", None)     # inside the model: activations split along the sequence
     y_EBCD = js.parallel.from_experts(experts(js.parallel.to_experts(x_EBCD)))
+
+    model = js.parallel.stages(model, microbatches=16)      # an annotated model: how its loops run on pipeline stages
 
 All of them are no-ops if the mesh lacks the axis, and in global view: the model stays correct on one device.
 """
@@ -11,7 +13,9 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+import flax.linen as nn
 import jax
 from flax import nnx
 from jax import lax
@@ -19,6 +23,7 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard._types import PyTree
+from jshard.api.revise import revise
 from jshard.engine.context import region_mesh
 from jshard.engine.inner import exchanged
 from jshard.engine.per_example import per_example, sum_of_parts
@@ -26,7 +31,10 @@ from jshard.errors import AnnotationError, CallError
 from jshard.plans.checks import check_not_placed
 from jshard.plans.mesh import AXES, EXPERT, REGION_AXES, AnyMesh, degree, splitting_axes
 from jshard.plans.model_axes import Entry, axes_in, axes_of, spec_over
+from jshard.plans.stages import Stages
 from jshard.plans.units import dotted, plain_class, walk
+
+M = TypeVar("M", bound=nnx.Module | nn.Module)
 
 
 def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
@@ -269,3 +277,39 @@ def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:
     # Inside a `shard_map` of the caller, where `x` is this device's part.
     # It is split along `source`: that dim is completed, and `target` is divided.
     return lax.all_to_all(x, EXPERT, split_axis=target, concat_axis=source, tiled=True)
+
+
+def stages(
+    model: M,
+    *,
+    microbatches: int | None = None,
+    late: bool = False,
+    rounds: int | None = None,
+    sum_dtype: str | None = None,
+) -> M:
+    """Sets how the loops over units of an annotated model run on the stages of a mesh with an axis `pipe`.
+
+    Without it they run on stages, too: as few microbatches as keep all places busy go around them, once for each layer
+    of a place. On a mesh without `pipe` it has no effect, so that a script is the same on any mesh.
+
+    Args:
+        model: the root of an annotated nnx model, which is changed in place; or an annotated Linen model.
+        microbatches: into how many parts the examples of a data shard go through the stages; at least the degree of
+            `pipe`, with `late` twice that, and a divisor of the examples of a data shard. None: as few as that.
+        late: whether a place sends a result while it computes the next microbatch, and not before that: what is sent
+            between the places is then hidden.
+        rounds: how often a microbatch goes around the places. None: once for each layer of a place, which makes the
+            smallest bubble. 1: each place has neighbouring layers ("GPipe").
+        sum_dtype: the dtype in which a place adds the gradients of its microbatches: "float32", "bfloat16" or
+            "float16". None: that of the parameters.
+
+    Returns:
+        The same object; for a Linen model, a copy.
+
+    Raises:
+        AnnotationError: the model is not annotated, or a value is not valid.
+
+    Example:
+        >>> model = js.parallel.stages(model, microbatches=16, late=True)
+    """
+    return revise(model, stages=Stages(microbatches, late, rounds, sum_dtype))

@@ -247,6 +247,12 @@ class UnitPolicy:
             "'warn' or 'error'",
             'js.fully_shard(model, mesh=mesh, fallback="error")',
         )
+        check_setting(
+            isinstance(policy.stages, Stages),
+            f"revise(stages={policy.stages!r})",
+            "a js.parallel.Stages",
+            "js.parallel.stages(model, microbatches=16)",
+        )
         return policy
 
 

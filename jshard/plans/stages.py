@@ -25,27 +25,61 @@ Source: breadth-first pipeline parallelism, Lamy-Poirier 2022, arXiv:2211.05953.
 """
 
 import dataclasses
+from typing import Any, TypeAlias
 
-from jshard.errors import CallError
+from jshard.errors import AnnotationError, CallError
+
+Number: TypeAlias = Any
+"""An int, or an array of one: numbers of ticks and places are traced in a program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How loops over units run on a mesh with an axis `pipe`.
+    """How loops over units run on a mesh with an axis `pipe`. Rarely needed: the defaults keep all places busy.
 
-    Attributes:
-        microbatches: into how many the examples of a data shard are divided. None: as few as keep all places busy.
-        late: whether a place sends a result while it computes the next microbatch, instead of before. It needs two
-            microbatches for each place, and hides what is sent between the places.
-        rounds: how often a microbatch goes around the ring. None: as often as a place has layers, which makes the
+    Args:
+        microbatches: into how many parts the examples of a data shard go through the stages. None: as few as keep all
+            places busy, which is the degree of `pipe`, or twice that with `late`.
+        late: whether a place sends a result while it computes the next microbatch, and not before that. What is sent
+            between the places is then hidden, at the cost of twice as many microbatches in the bubble.
+        rounds: how often a microbatch goes around the places. None: once for each layer of a place, which makes the
             smallest bubble. 1: each place has neighbouring layers ("GPipe").
-        sum_dtype: the dtype in which a place adds the gradients of its microbatches. None: that of the parameters.
+        sum_dtype: the dtype in which a place adds the gradients of its microbatches; None: that of the parameters.
+
+    Raises:
+        AnnotationError: a value is not valid.
     """
 
     microbatches: int | None = None
     late: bool = False
     rounds: int | None = None
     sum_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        is_count = "None or a number, 1 or more"
+        _check("microbatches", self.microbatches, is_count, is_valid=_is_count(self.microbatches), example=16)
+        _check("late", self.late, "True or False", is_valid=self.late in (True, False), example=True)
+        _check("rounds", self.rounds, is_count, is_valid=_is_count(self.rounds), example=1)
+        is_dtype = self.sum_dtype is None or self.sum_dtype in _SUM_DTYPES
+        kinds = f"None or one of {', '.join(_SUM_DTYPES)}"
+        _check("sum_dtype", self.sum_dtype, kinds, is_valid=is_dtype, example="bfloat16")
+
+
+_SUM_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (type(value) is int and value >= 1)  # True is no number
+
+
+def _check(name: str, value: object, valid_values: str, *, is_valid: bool, example: object) -> None:
+    if not is_valid:
+        raise AnnotationError(
+            "The value of a setting is not valid.",
+            where=f"js.parallel.Stages({name}={value!r})",
+            why=f"it must be {valid_values}.",
+            do=f"js.parallel.stages(model, {name}={example!r})",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +153,23 @@ class StageSchedule:
             )
         return cls(StageLayout.of(num_layers, num_places, settings.rounds), number, ticks_per_hop)
 
+    def run_number(self, tick: Number, position: Number) -> Number:
+        """Returns how many chunks a place has run before a tick, where it has begun and is not through.
+
+        Microbatches follow each other without a gap, round by round: `divmod(run_number, num_microbatches)` is the
+        round and the microbatch. The number is negative before the first one, and `num_runs` or more after the last.
+
+        Args:
+            tick: counted from the first one of the loop.
+            position: of the place in the ring: microbatches enter at 0.
+        """
+        return tick - self.ticks_per_hop * position
+
+    @property
+    def num_runs(self) -> int:
+        """How many chunks a place runs."""
+        return self.layout.num_rounds * self.num_microbatches
+
     @property
     def num_draining_ticks(self) -> int:
         """The ticks after the last microbatch has entered, until it leaves the last place."""
@@ -127,7 +178,7 @@ class StageSchedule:
     @property
     def num_ticks(self) -> int:
         """All ticks of the loop."""
-        return self.layout.num_rounds * self.num_microbatches + self.num_draining_ticks
+        return self.num_runs + self.num_draining_ticks
 
     @property
     def num_sends(self) -> int:

@@ -23,7 +23,7 @@ from jshard._types import PyTree
 from jshard.api.init import abstract_init, shard_init
 from jshard.api.loss_scale import LossScale
 from jshard.api.optimizer import abstract_optimizer, shard_optimizer
-from jshard.api.revise import revise_layers
+from jshard.api.revise import revise, revise_layers
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.formats import Names, foreign_source
@@ -38,6 +38,7 @@ from jshard.linen.dispatch import initialise
 from jshard.linen.parameters import PARAMS
 from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.plan import plan
+from jshard.plans.stages import DEFAULT_STAGES
 from jshard.plans.units import dotted
 from jshard.recipes.ema import WEIGHTS, Ema, ema_of
 from jshard.recipes.hf_config import unchecked_names
@@ -111,6 +112,8 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Placer) -
         model_file.annotate(model, mesh)
         if model_file.units:
             revise_layers(model, model_file.units)
+        if recipe.stages != DEFAULT_STAGES:
+            revise(model, stages=recipe.stages)
 
     try:
         model = place(build, annotate)
@@ -192,6 +195,8 @@ def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nn
             why=f"it returns {returned}; for a Linen module js.fully_shard returns an annotated copy.",
             do="return js.fully_shard(model, mesh=mesh, units=Block)",
         )
+    if recipe.stages != DEFAULT_STAGES:
+        annotated = revise(annotated, stages=recipe.stages)
     return annotated
 
 

@@ -20,6 +20,7 @@ from jshard import _compat
 from jshard._types import Json, PyTree
 from jshard.errors import ShardingError
 from jshard.plans.mesh import CONTEXT, AnyMesh, data_degree, data_degrees_text, degree
+from jshard.plans.stages import DEFAULT_STAGES, Stages
 
 _PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -107,6 +108,7 @@ class Recipe:
         monitor_mode: "min" if lower values of it are better, "max" if higher ones are.
         patience: evaluations without an improvement after which the run ends; None: it does all its steps.
         min_delta: by how much the metric must be better to count as an improvement.
+        stages: how loops over units run on a mesh with an axis `pipe`; see `js.parallel.stages`.
         keep_best: number of checkpoints to keep beside the newest, those with the best values; each is saved after its
             evaluation.
 
@@ -139,6 +141,7 @@ class Recipe:
     patience: int | None = None
     min_delta: float = 0.0
     keep_best: int = 0
+    stages: Stages = DEFAULT_STAGES
 
     def schedule(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step."""

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard.engine import rules
+from jshard.engine.mixing import ModelKey, key_of_unit
 from jshard.engine.rules import Value
 from jshard.engine.rules.values import variables_of
 from jshard.engine.schedule.program_schedule import ParameterKey
@@ -15,7 +16,12 @@ from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.stages import exchanges
 from jshard.engine.stages.records import StagesRecord, record_off_stages
 from jshard.engine.stages.staged_loop import StagedLoop
+from jshard.errors import CallError
+from jshard.plans.mesh import PIPE, degree
 from jshard.plans.stages import Stages
+from jshard.plans.units import Unit
+
+_warned: set[tuple[ModelKey, str]] = set()
 
 
 class StagesPartitioner(ShardedPartitioner):
@@ -23,6 +29,8 @@ class StagesPartitioner(ShardedPartitioner):
 
     Attributes:
         stages: how loops run on stages.
+        num_loops: how many loops did.
+        num_units: how many units ran outside of them.
     """
 
     gathers_before_loops = False  # a loop on stages gathers its first round by itself
@@ -37,11 +45,16 @@ class StagesPartitioner(ShardedPartitioner):
     ) -> None:
         super().__init__(mesh, batch_sizes, kept_whole, name)
         self.stages = stages
+        self.num_loops = 0
+        self.num_units = 0
 
     def equation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         """Runs one equation: a loop over units on the stages, any other on the data axes."""
         if self._is_on_stages(eqn, values):
+            self.num_loops += 1
             return StagedLoop(self, eqn, values, self.stages).run()
+        if is_unit(eqn):
+            self.num_units += 1
         if eqn.primitive.name not in rules.CALLS:
             values = [self.off_stages(value) for value in values]
         return super().equation(eqn, values)
@@ -64,27 +77,56 @@ class StagesPartitioner(ShardedPartitioner):
         """What was recorded of loops on stages."""
         return [record for record in self.records if isinstance(record, StagesRecord)]
 
+    def check_uses_stages(self, unit: Unit, call: str) -> None:
+        """Warns, once for each call of a model, if no loop runs on the stages; raises with fallback="error".
+
+        Args:
+            unit: the root of the model.
+            call: the model and its method, such as `GPT.__call__`.
+        """
+        # A method that runs one unit, such as the embedding alone, has no layers; nor has a unit called on its own.
+        has_layers = self.num_units > 1 or unit.plan is None or len(unit.plan.units) == 1
+        if self.num_loops or unit.nested or not has_layers:
+            return
+        num_places = degree(self.mesh, PIPE)
+        why = f"it has no loop over equal units: {PIPE!r}, of degree {num_places}, splits the batch and the parameters"
+        line = "x = js.scan_layers(self.blocks, x)"
+        if unit.policy.fallback == "error":
+            raise CallError(
+                "No layers of the model run on the pipe axis.",
+                where=call,
+                why=f'{why} alone, and the annotation has fallback="error".',
+                do=f"{line}  # in the model, whose Block is a unit\nor js.mesh() without 'pipe'.",
+            )
+        key = (key_of_unit(unit), call)
+        if key not in _warned:
+            _warned.add(key)
+            _compat.warn_user(
+                f"No layers of {call} run on the pipe axis: {why}, as 'fsdp' does. In the model: {line}, and"
+                " js.fully_shard(model, units=Block, mesh=mesh); or js.mesh() without 'pipe'."
+            )
+
     def _is_on_stages(self, eqn: JaxprEqn, values: list[Value]) -> bool:
-        """Returns whether an equation is a loop that runs on stages: one over units with rows, or one that goes on."""
+        """Returns whether an equation is a loop that runs on stages: over units that read rows, or rows on stages."""
         if eqn.primitive.name != "scan":
             return False
         num_consts, num_carry = _compat.scan_arguments(eqn)
-        if any(value.is_staged for value in values[num_consts + num_carry :]):
-            return True
+        first_scanned = num_consts + num_carry
         body, _ = rules.opened(eqn.params["jaxpr"])
-        rows = set(body.invars[num_consts + num_carry :])
-        return _units_read(body, rows)
+        if any(value.is_staged for value in values[first_scanned:]):
+            return _has_unit_of(body, set(body.invars))
+        return _has_unit_of(body, set(body.invars[first_scanned:]))
 
 
-def _units_read(jaxpr: Jaxpr, rows: set[Var]) -> bool:
-    """Returns whether a unit of a program takes one of some variables."""
+def _has_unit_of(jaxpr: Jaxpr, variables: set[Var]) -> bool:
+    """Returns whether a program has a unit that takes one of some variables, which are among its arguments."""
     for eqn in jaxpr.eqns:
-        if is_unit(eqn) and not rows.isdisjoint(variables_of(eqn.invars)):
+        if is_unit(eqn) and not variables.isdisjoint(variables_of(eqn.invars)):
             return True
         if eqn.primitive.name in rules.CALLS:
             inner, _ = rules.program(eqn)
             pairs = zip(rules.operands(eqn, eqn.invars), inner.invars, strict=True)
-            rows_inside = {variable for atom, variable in pairs if isinstance(atom, Var) and atom in rows}
-            if _units_read(inner, rows_inside):
+            inside = {variable for atom, variable in pairs if isinstance(atom, Var) and atom in variables}
+            if _has_unit_of(inner, inside):
                 return True
     return False

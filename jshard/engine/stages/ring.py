@@ -117,13 +117,10 @@ class Ring:
         """
         schedule = self._schedule
         position = self._position
-        # Microbatches follow each other without a gap: their number since this place began says which it is, and in
-        # which round.
-        since_begin = number - schedule.ticks_per_hop * position
-        num_runs = self._layout.num_rounds * schedule.num_microbatches
-        is_busy = (since_begin >= 0) & (since_begin < num_runs)
-        # An idle place computes as if: on real examples, as zeros could become NaN. Nobody reads the result.
-        run_number = jnp.clip(since_begin, 0, num_runs - 1)
+        run_number = schedule.run_number(number, position)
+        is_busy = (run_number >= 0) & (run_number < schedule.num_runs)
+        # An idle place computes as if: on real examples, as zeros could become NaN. The result is not used.
+        run_number = jnp.clip(run_number, 0, schedule.num_runs - 1)
         round_number = run_number // schedule.num_microbatches
         microbatch = run_number % schedule.num_microbatches
 

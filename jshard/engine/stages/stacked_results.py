@@ -165,7 +165,7 @@ class StackedGradients(StackedResult):
 
 
 def _real_rows(rows: jax.Array, run: ChunkRun) -> jax.Array:
-    """Returns the rows of a chunk, with zeros for those of layers, or microbatches, that there are not."""
+    """Returns the rows of a chunk, with zeros for those that do not count."""
     is_real = run.is_real.reshape(-1, *[1] * (rows.ndim - 1))
     return jnp.where(is_real, rows, jnp.zeros_like(rows))
 

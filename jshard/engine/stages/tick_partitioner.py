@@ -25,7 +25,6 @@ from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.errors import CallError
 from jshard.plans.mesh import PIPE, mesh_of_place
 
-
 _HOW = {"whole": "gathered", "sum": "summed", "max": "reduced", "move": "exchanged"}
 """What each kind of `jshard.engine.mixing.Mixing` would do with the examples of other microbatches."""
 
