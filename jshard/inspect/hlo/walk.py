@@ -417,7 +417,7 @@ def _are_alike(branches: Sequence[_Body], of_branches: Sequence[Sequence[Window]
     for branch, windows in zip(branches, of_branches, strict=True):
         sent = tuple((window.kind, window.sizes, window.group, window.executions) for window in windows)
         forms.add((branch.passed.matmuls, branch.passed.flops, sent))
-    return len(forms) == 1
+    return len(branches) > 1 and len(forms) == 1
 
 
 def _amount_of_work(branch: _Body) -> tuple[float, float]:
