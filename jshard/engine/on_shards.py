@@ -185,10 +185,11 @@ class _Execution:
         mixing.note(region.unit, region.name, call.part, p.moved)
         if isinstance(p, StagesPartitioner):
             note_stages(region.unit, region.name, call.part, call.phase, p.on_stages)
+            if call.part == FORWARD:
+                p.check_uses_stages(region.unit, region.name)
         # Of forward alone: the limits of these warnings are for what it computes.
         if call.part == FORWARD:
             note_layers(region.unit, p.layers_read)
-            p.check_uses_stages(region.unit, region.name)
             self._warn_of_whole(p.products)
 
         # Behind the results, so that these keep their positions whatever was gathered.

@@ -104,6 +104,10 @@ class Partitioner:
         """Returns one row of a variable that a loop stacks; a subclass stores those of gradients as shards."""
         return value
 
+    def may_have_examples(self, value: Value) -> bool:
+        """Returns whether a constant with a dim as large as the batch is taken for one with a dim for the examples."""
+        return True  # if it has none, who reads it gathers it
+
     @contextlib.contextmanager
     def own_trace(self) -> Iterator[None]:
         """A context for a function that is traced on its own: what is computed inside must not be used after it.

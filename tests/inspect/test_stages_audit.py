@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -93,8 +94,8 @@ class Case:
     layers: int = 4
     form: str = "list"
     mesh: tuple[tuple[str, int], ...] = (("pipe", 2), ("fsdp", 2))
-    stages: tuple[tuple[str, object], ...] = ()
-    fully: tuple[tuple[str, object], ...] = ()
+    stages: tuple[tuple[str, Any], ...] = ()
+    fully: tuple[tuple[str, Any], ...] = ()
 
 
 BFLOAT16 = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
@@ -201,7 +202,7 @@ def test_linen_layers():
     params = jax.eval_shape(model.init, jax.random.key(0), ids())["params"]
 
     def loss(params, ids):
-        return (model.apply({"params": params}, ids) ** 2).mean()
+        return jnp.square(model.apply({"params": params}, ids)).mean()
 
     found = audit(compile_to_read(jax.jit(jax.grad(loss)).lower(params, ids())), model=model)
     assert found.plan is not None and len(found.plan.stages.loops) == 2

@@ -91,6 +91,8 @@ def materialize(p: Partitioner, value: Value, skip: Sequence[int] = ()) -> Value
         if isinstance(state, int) and state not in skip:
             return p.split(value, state)
     # By its size: nothing else says that a constant has a dim for the examples.
+    if not p.may_have_examples(value):
+        return value
     for dim, size in enumerate(value.shape):
         if dim not in skip and size in p.batch_sizes and p.divides(size):
             return p.split(value, dim)

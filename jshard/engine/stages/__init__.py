@@ -17,6 +17,7 @@ Backward is a loop over units like forward, in reverse. What forward keeps for i
 
 Modules, from the bottom up:
 
+    guesses              says which constants have a dim for the examples
     exchanges            moves stacks between the data axes and the stages
     tick_partitioner     runs the program of a layer on one microbatch
     layer_inputs         what all layers share, and the rows of a place

@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 
 from jshard import _compat
 from jshard.engine import rules
-from jshard.engine.rules import PARTIAL, Value, loops
+from jshard.engine.rules import PARTIAL, Shard, Value, loops
 from jshard.engine.rules.loops import Scan
 from jshard.engine.rules.values import arrays_of, in_states
 from jshard.engine.schedule.program_schedule import GatheredParams
@@ -22,6 +22,7 @@ from jshard.engine.stages.stacked_results import (
     StackedSums,
 )
 from jshard.engine.stages.tick_partitioner import TickPartitioner
+from jshard.errors import CallError
 from jshard.plans.mesh import PIPE, degree
 from jshard.plans.stages import Stages, StageSchedule
 
@@ -83,6 +84,10 @@ class LayerProgram:
         """Returns how a stacked result is collected, from its state in a layer."""
         layout = self.schedule.layout
         state = self._scan.row_states[k]
+        if isinstance(state, Shard):
+            raise self._refused_pieces(state)
+        if _compat.on_host(row):
+            raise self._refused_on_host()
         if state != PARTIAL:
             assert state is None or isinstance(state, int), f"the row of a stack is {state}"
             return StackedRows(row, layout, state, self.schedule.num_microbatches)
@@ -90,6 +95,25 @@ class LayerProgram:
         if parameter is None:
             return StackedSums(row, layout)
         return StackedGradients(row, layout, parameter, self._sum_dtype(dtype), dtype)
+
+    def _refused_pieces(self, shard: Shard) -> CallError:
+        return CallError(
+            "Layers on pipeline stages keep pieces of their parameters for backward.",
+            where=self._outer.place(self._eqn) or "in a loop over layers",
+            why=f"reshard_after_forward={shard.pieces}: a stage gathers a layer once for all microbatches, and then"
+            " keeps it whole or not at all.",
+            do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)  # or False: each device keeps the layers of"
+            " its stage",
+        )
+
+    def _refused_on_host(self) -> CallError:
+        return CallError(
+            "Layers on pipeline stages keep activations in host memory.",
+            where=self._outer.place(self._eqn) or "in a loop over layers",
+            why="a stage writes those of each microbatch when it computes it, or leaves them as they are when it is"
+            " idle, and in host memory nothing can be computed.",
+            do='js.fully_shard(block, mesh=mesh, remat="full")  # keeps the input of each layer, on the device',
+        )
 
     def _parameter_of_gradient(self, k: int) -> tuple[ScannedParameter | None, np.dtype]:
         """Returns the parameter that a stacked sum is the gradient of, if it is one; and the dtype of the result."""

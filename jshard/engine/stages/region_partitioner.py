@@ -14,6 +14,7 @@ from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_equation import is_unit
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
 from jshard.engine.stages import exchanges
+from jshard.engine.stages.guesses import has_dim_of_examples
 from jshard.engine.stages.records import StagesRecord, record_off_stages
 from jshard.engine.stages.staged_loop import StagedLoop
 from jshard.errors import CallError
@@ -58,6 +59,10 @@ class StagesPartitioner(ShardedPartitioner):
         if eqn.primitive.name not in rules.CALLS:
             values = [self.off_stages(value) for value in values]
         return super().equation(eqn, values)
+
+    def may_have_examples(self, value: Value) -> bool:
+        """Returns whether a constant is taken for one with a dim for the examples: see `has_dim_of_examples`."""
+        return has_dim_of_examples(value, self.batch_sizes)
 
     def off_stages(self, value: Value) -> Value:
         """Returns a value as the data axes have it: a stack that is on stages with all layers on each place."""

@@ -112,7 +112,9 @@ class StagedLoop:
                 state = self._run_looped(state, first_looped, end_looped)
                 number = end_looped
                 continue
-            state = self._run_round(state, number)
+            # All of it is ready before the next round begins, as in a loop. Else the compiler would gather and reduce
+            # elsewhere than beside the ticks: what is reduced is not read until the end.
+            (state,) = available_together(self._run_round(state, number))
             number += 1
         return self._drain(state)
 
@@ -127,14 +129,12 @@ class StagedLoop:
         """Returns the state before the first round, with its parameters."""
         ring = self._ring.begin()
         reduced = []
-        sums = []
         for position, gradients in self._gradients.items():
-            of_round = gradients.sums(ring.buffers[position], 0)
-            sums.append(of_round)
-            row = jax.eval_shape(functools.partial(self._reduced_rows, gradients), of_round)
+            sums = gradients.sums(ring.buffers[position], 0)
+            row = jax.eval_shape(functools.partial(self._reduced_rows, gradients), sums)
             reduced.append(jnp.zeros((self._layout.layers_per_place, *row.shape[1:]), row.dtype))
         current = self._gather(self._shards(0))
-        return RoundState(ring, previous=[], current=current, sums=sums, reduced=reduced)
+        return RoundState(ring, previous=[], current=current, sums=[], reduced=reduced)
 
     def _run_round(self, state: RoundState, number: Number) -> RoundState:
         """Runs a round: the ticks in which all microbatches begin it."""
@@ -154,7 +154,7 @@ class StagedLoop:
         first_tick = number * self._schedule.num_microbatches
         ring = self._run_ticks(ring, first_tick, self._schedule.num_microbatches, params)
         # The round before is complete now, which has its sums in the other buffers.
-        sums = self._sums(ring, number - 1)
+        sums = [] if is_first else self._sums(ring, number - 1)
         return RoundState(ring, previous=state.current, current=later, sums=sums, reduced=reduced)
 
     def _drain(self, state: RoundState) -> RoundState:
@@ -164,6 +164,7 @@ class StagedLoop:
         params = RoundParams(num_rounds, None, state.previous)
         first_tick = num_rounds * self._schedule.num_microbatches
         ring = self._run_ticks(state.ring, first_tick, self._schedule.num_draining_ticks, params)
+        ring, reduced = available_together(ring, reduced)
         sums = self._sums(ring, num_rounds - 1)
         last = dataclasses.replace(state, ring=ring, sums=sums, reduced=reduced)
         return dataclasses.replace(last, reduced=self._with_reduced(last, num_rounds + 1))
@@ -173,6 +174,9 @@ class StagedLoop:
             return self._ring.tick(ring, number, params), None
 
         ring, _ = lax.scan(step, ring, first + jnp.arange(count, dtype=jnp.int32))
+        # The compiler's scheduler goes from the end of a round to its beginning, and first takes what the fewest steps
+        # are behind. This one more step behind the ticks lets collectives end after them, and so run beside them.
+        (ring,) = available_together(ring)
         return ring
 
     # ---- parameters
@@ -195,6 +199,8 @@ class StagedLoop:
 
     def _with_begun_sums(self, ring: RingState, number: Number) -> RingState:
         """Returns the state with zeros for the sums of a round that begins."""
+        if isinstance(number, int) and number < 2:
+            return ring  # both buffers have begun with zeros
         buffers = list(ring.buffers)
         for position, gradients in self._gradients.items():
             buffers[position] = gradients.begun(buffers[position], number)

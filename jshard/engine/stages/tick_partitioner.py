@@ -22,6 +22,7 @@ from jshard.engine.schedule.prefetch import find_units
 from jshard.engine.schedule.program_schedule import GatheredParams, ProgramSchedule
 from jshard.engine.schedule.unit_equation import UnitEquation
 from jshard.engine.schedule.unit_schedule import ShardedPartitioner
+from jshard.engine.stages.guesses import has_dim_of_examples
 from jshard.errors import CallError
 from jshard.plans.mesh import PIPE, mesh_of_place
 
@@ -99,6 +100,10 @@ class TickPartitioner(ShardedPartitioner):
             self._refuses_mixing = False
             self.random_bits = {}
             self._unit_functions = {}
+
+    def may_have_examples(self, value: Value) -> bool:
+        """Returns whether a constant is taken for one with a dim for the examples: see `has_dim_of_examples`."""
+        return has_dim_of_examples(value, self.batch_sizes)
 
     # ---- the layer's program
 
