@@ -7,7 +7,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -40,6 +39,8 @@ class Layer(nnx.Module):
 
 class Tower(nnx.Module):
     """Layers in a list or in a stack, between a table and the same table."""
+
+    layers: Any  # a list, or a stack
 
     def __init__(self, layers: int, form: str, rngs: nnx.Rngs) -> None:
         self.form = form
@@ -202,7 +203,7 @@ def test_linen_layers():
     params = jax.eval_shape(model.init, jax.random.key(0), ids())["params"]
 
     def loss(params, ids):
-        return jnp.square(model.apply({"params": params}, ids)).mean()
+        return mean_square(lambda ids: model.apply({"params": params}, ids), ids)
 
     found = audit(compile_to_read(jax.jit(jax.grad(loss)).lower(params, ids())), model=model)
     assert found.plan is not None and len(found.plan.stages.loops) == 2
