@@ -261,7 +261,9 @@ class _Execution:
             states: the states of the targets.
             shards: those that are stored, by position.
         """
-        stored = p.reduce_to_shards(at_positions(results, shards), list(shards.values()))
+        # A gradient without examples, as of a penalty on the weights of a layer, is no sum, and has stayed on its stage.
+        unreduced = [p.off_stages(value) for value in at_positions(results, shards)]
+        stored = p.reduce_to_shards(unreduced, list(shards.values()))
         stored_gradients: dict[int, Value] = {}
         for position, gradient in zip(shards, stored, strict=True):
             if gradient.shard.placement.on_host:
