@@ -60,6 +60,10 @@ class StagesPartitioner(ShardedPartitioner):
             values = [self.off_stages(value) for value in values]
         return super().equation(eqn, values)
 
+    def materialize(self, value: Value, skip: Sequence[int] = ()) -> Value:
+        """Returns a value as an array that leaves this trace, as the data axes have it."""
+        return super().materialize(self.off_stages(value), skip)
+
     def may_have_examples(self, value: Value) -> bool:
         """Returns whether a constant is taken for one with a dim for the examples: see `has_dim_of_examples`."""
         return has_dim_of_examples(value, self.batch_sizes)
