@@ -109,7 +109,10 @@ class StagesPartitioner(ShardedPartitioner):
         if self.num_loops or unit.nested or not has_layers:
             return
         num_places = degree(self.mesh, PIPE)
-        why = f"it has no loop over equal units: {PIPE!r}, of degree {num_places}, splits the batch and the parameters"
+        why = (
+            f"it has no loop over {num_places} equal units or more: {PIPE!r}, of degree {num_places}, splits the batch"
+            " and the parameters"
+        )
         line = "x = js.scan_layers(self.blocks, x)"
         if unit.policy.fallback == "error":
             raise CallError(
@@ -128,7 +131,8 @@ class StagesPartitioner(ShardedPartitioner):
 
     def _is_on_stages(self, eqn: JaxprEqn, values: list[Value]) -> bool:
         """Returns whether an equation is a loop that runs on stages: over units that read rows, or rows on stages."""
-        if eqn.primitive.name != "scan":
+        # With fewer layers than places some would have nothing to do: on the data axes all of them compute.
+        if eqn.primitive.name != "scan" or eqn.params["length"] < degree(self.mesh, PIPE):
             return False
         num_consts, num_carry = _compat.scan_arguments(eqn)
         first_scanned = num_consts + num_carry
