@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -152,7 +152,9 @@ def pipelined(name: str) -> Pipelined:
 
     model = js.abstract_init(lambda: Tower(case.layers, case.form, nnx.Rngs(0)), annotate)
     step = nnx.jit(nnx.value_and_grad(lambda model, ids: mean_square(model, ids)))
-    compiled = compile_to_read(step.lower(model, ids()).lowered)
+    # XLA:CPU takes what forward and backward gather, or exchange, for one: then less would be sent than planned.
+    options = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "cse"}
+    compiled = step.lower(model, ids()).lowered.compile(compiler_options=options)
     return Pipelined(as_traced(js.plan(model)), compiled)
 
 
@@ -160,15 +162,6 @@ def planned_bytes(plan: js.ShardPlan) -> collections.Counter[tuple[str, tuple[st
     sizes: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
     for traffic in traffic_of(plan):
         sizes[traffic.kind, traffic.axes] += traffic.full_bytes
-    return sizes
-
-
-def again(plan: js.ShardPlan) -> collections.Counter[tuple[str, tuple[str, ...]]]:
-    """Bytes of parameters that backward gathers and exchanges again: XLA:CPU joins them with those of forward."""
-    sizes: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
-    for traffic in traffic_of(plan):
-        if traffic.purpose.startswith("parameters for backward"):
-            sizes[traffic.kind, traffic.axes] += traffic.full_bytes
     return sizes
 
 
@@ -181,21 +174,17 @@ def test_a_program_sends_what_is_planned(name: str):
     run = pipelined(name)
     assert run.plan.stages
     assert run.audit.ok, run.audit.differences
-    assert all("once for forward and backward" in str(note) or "as f32" in str(note) for note in run.audit.notes)
-    planned = planned_bytes(run.plan)
-    joined = again(run.plan)
-    scale = 2 if name == "bfloat16" else 1  # XLA:CPU sends float32 in its place
+    assert all("as f32" in str(note) for note in run.audit.notes)  # XLA:CPU sends bfloat16 as float32
     compiled: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
     for window in run.audit.schedule.windows:
         is_of_loss = window.full_bytes <= 8
         if not over_tensor(window) and not is_of_loss:
             compiled[window.kind, window.axes or ()] += window.total_bytes
-    assert compiled.keys() == planned.keys()
-    for kind, size in planned.items():
-        assert compiled[kind] >= 0.98 * (size - joined[kind]), kind
-        assert compiled[kind] <= 1.02 * scale * size, kind
-        if kind[0] in ("reduce-scatter", "collective-permute") and scale == 1:
-            assert compiled[kind] == size
+    planned = planned_bytes(run.plan)
+    if name == "bfloat16":
+        assert compiled.keys() == planned.keys()
+    else:
+        assert compiled == planned
 
 
 def test_linen_layers():
@@ -203,11 +192,14 @@ def test_linen_layers():
     params = jax.eval_shape(model.init, jax.random.key(0), ids())["params"]
 
     def loss(params, ids):
-        return mean_square(lambda ids: model.apply({"params": params}, ids), ids)
+        scores = cast(jax.Array, model.apply({"params": params}, ids))
+        return (scores**2).mean()
 
     found = audit(compile_to_read(jax.jit(jax.grad(loss)).lower(params, ids())), model=model)
     assert found.plan is not None and len(found.plan.stages.loops) == 2
     assert found.ok, found.differences
+    kinds = {note.planned for note in found.notes}
+    assert kinds == {"all-gather", "all-to-all"}  # those of backward are joined with those of forward
 
 
 # ---- what an audit would miss if it knew nothing of stages
