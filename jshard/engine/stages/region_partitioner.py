@@ -106,7 +106,8 @@ class StagesPartitioner(ShardedPartitioner):
         """
         # A method that runs one unit, such as the embedding alone, has no layers; nor has a unit called on its own.
         has_layers = self.num_units > 1 or unit.plan is None or len(unit.plan.units) == 1
-        if self.num_loops or unit.nested or not has_layers:
+        could_use_stages = has_layers and bool(self.batch_sizes) and not unit.nested
+        if self.num_loops or not could_use_stages:
             return
         num_places = degree(self.mesh, PIPE)
         why = (
@@ -131,8 +132,11 @@ class StagesPartitioner(ShardedPartitioner):
 
     def _is_on_stages(self, eqn: JaxprEqn, values: list[Value]) -> bool:
         """Returns whether an equation is a loop that runs on stages: over units that read rows, or rows on stages."""
-        # With fewer layers than places some would have nothing to do: on the data axes all of them compute.
-        if eqn.primitive.name != "scan" or eqn.params["length"] < degree(self.mesh, PIPE):
+        if eqn.primitive.name != "scan":
+            return False
+        # On the data axes all devices compute. On stages some would have nothing to do, with fewer layers than places;
+        # without a batch that divides, each would run its layers for every microbatch on the same examples.
+        if eqn.params["length"] < degree(self.mesh, PIPE) or not self.batch_sizes:
             return False
         num_consts, num_carry = _compat.scan_arguments(eqn)
         first_scanned = num_consts + num_carry
