@@ -39,6 +39,8 @@ from jshard.plans.make_mesh import _in_torus
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers, submodule_before_init
+from tests.stages_errors import ERRORS as STAGES_ERRORS
+from tests.stages_errors import layers_that_differ
 from tests.toy_models import Cube
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "errors.txt"
@@ -583,6 +585,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "per_example: other residuals": lambda: each_example(another_program_for_few),
     "check: disagreement": lambda: js.check(annotated(less_the_mean), X),
     **LINEN_ERRORS,
+    **STAGES_ERRORS,
     "processes: one is missing": lambda: exchanged(
         mock.Mock(key_value_dir_get=arrived, wait_at_barrier=mock.Mock(side_effect=TimeoutError))
     ),
@@ -652,6 +655,7 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: gathered again": gathered_again,
     "warning: remat by name": lambda: call(shard(linear(), remat="names:context,up"), X),
+    "warning: stages, layers that differ": layers_that_differ,
     "warning: linen, stacked layers": stacked_layers,
     "warning: linen, submodule before init": submodule_before_init,
 }

@@ -59,6 +59,7 @@ from jshard._compat.tracing import equation_context as equation_context
 from jshard._compat.tracing import equation_setting as equation_setting
 from jshard._compat.tracing import fast_shape_tracing as fast_shape_tracing
 from jshard._compat.tracing import has_devices as has_devices
+from jshard._compat.tracing import has_effects as has_effects
 from jshard._compat.tracing import in_trace as in_trace
 from jshard._compat.tracing import is_concrete as is_concrete
 from jshard._compat.tracing import is_same_rule as is_same_rule

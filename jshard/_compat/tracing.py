@@ -117,6 +117,11 @@ def axis_names(jaxpr: jex.Jaxpr) -> list[str]:
     return sorted(str(name) for name in names if name is not None)
 
 
+def has_effects(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether an equation does something besides computing; to name an axis counts as an effect in JAX alone."""
+    return any(getattr(effect, "name", None) is None for effect in eqn.effects)
+
+
 @contextlib.contextmanager
 def equation_context(eqn: jex.JaxprEqn) -> Iterator[None]:
     """Gives operations traced inside the lines, names and settings (compute_on, metadata, mesh) of an equation."""

@@ -87,6 +87,17 @@ def _entering(
     return entering
 
 
+def _targets_of(call: "RegionCall") -> list[Crossing]:
+    """Returns how the gradients of a call leave: like their operands, which `_entering` describes."""
+    inside = call.program.jaxpr.out_avals[: len(call.targets)]
+    targets = []
+    for target, aval, inner_aval in zip(all_resolved(call.targets), call.target_avals, inside, strict=True):
+        if aval.ndim == inner_aval.ndim:
+            target = target.of_whole_stack(data_degree(call.region.mesh), aval.shape)
+        targets.append(target)
+    return targets
+
+
 class _Execution:
     """One run of a call's program, while it is traced.
 
@@ -103,7 +114,7 @@ class _Execution:
         self._region = call.region
         self._operands = operands
         self._copies = copies
-        self._targets = all_resolved(call.targets)
+        self._targets = _targets_of(call)
         self._out_specs: list[PartitionSpec] = []
         self.leaving: list[Crossing] = [Crossing(None)] * len(call.program.jaxpr.out_avals)
         self.kept: dict[ParameterKey, Crossing] = {}
@@ -243,8 +254,9 @@ class _Execution:
         without_target = []
         for position, value in enumerate(results[len(states) :], len(states)):
             # Backward has the same stages. Whatever else reads a stack has it in the order of the layers.
-            if position not in self._call.residuals:
-                value = p.off_stages(value)
+            if value.is_staged and position in self._call.residuals:
+                without_target.append(value)
+                continue
             without_target.append(p.materialize(p.reduce_partial(value)))
         if not states:
             return without_target
@@ -265,7 +277,9 @@ class _Execution:
             states: the states of the targets.
             shards: those that are stored, by position.
         """
-        stored = p.reduce_to_shards(at_positions(results, shards), list(shards.values()))
+        # A gradient without examples, as of a penalty on the weights of a layer, is no sum, and has stayed on its stage.
+        unreduced = [p.off_stages(value) for value in at_positions(results, shards)]
+        stored = p.reduce_to_shards(unreduced, list(shards.values()))
         stored_gradients: dict[int, Value] = {}
         for position, gradient in zip(shards, stored, strict=True):
             if gradient.shard.placement.on_host:

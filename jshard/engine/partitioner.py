@@ -43,12 +43,12 @@ from jshard.engine.rules.registry import OperandStates, record_of
 from jshard.engine.rules.values import PARTIAL, Provenance, Shard, State, Value, arrays_of, type_of
 from jshard.engine.unsplit import LocalProduct, shapes_of
 from jshard.errors import CallError, FourPartError
-from jshard.plans.staged_loops import PlaceTransfer, StagedLoop
+from jshard.plans.staged_loops import LoopOnStages, PlaceTransfer
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import CarryStates, Scan
 
-TraceRecord: TypeAlias = Mixing | LocalProduct | StagedLoop | PlaceTransfer
+TraceRecord: TypeAlias = Mixing | LocalProduct | LoopOnStages | PlaceTransfer
 """What a trace leaves of an operation, for reports and warnings."""
 
 

@@ -82,7 +82,8 @@ def cut(x: jax.Array, placement: Placement, pieces: int = 0) -> jax.Array:
     axes = (FSDP,) if pieces else placement.gather_axes
     num_pieces = pieces or lax.axis_size(axes)
     size = x.shape[dim] // num_pieces
-    piece = lax.axis_index(axes) % num_pieces  # neighbours have the pieces in order, as the gather among them expects
+    # Neighbours have the pieces in order, as the gather among them expects. The index over one axis needs no sum.
+    piece = lax.axis_index(axes[0] if len(axes) == 1 else axes) % num_pieces
     return lax.dynamic_slice_in_dim(x, piece * size, size, dim)
 
 

@@ -180,7 +180,7 @@ class Explanation(Printed):
             "step_bytes": self.memory.step_bytes,
             "host_bytes": self.memory.host_bytes,
         }
-        memory = dataclasses.asdict(self.memory) | sums
+        memory: dict[str, object] = {**dataclasses.asdict(self.memory), **sums}
         if self.memory.stages is None:
             del memory["stages"]
         return memory

@@ -19,7 +19,7 @@ from jshard.plans.model_axes import Entry
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, unsharded_class
 from jshard.plans.replication import ARRAY, Other
-from jshard.plans.staged_loops import StagedLoop, TracedStages
+from jshard.plans.staged_loops import LoopOnStages, TracedStages
 from jshard.plans.units import dotted, numberless
 
 # ---- units
@@ -249,7 +249,7 @@ def stages_table(stages: TracedStages, num_places: int) -> FittedTable:
     columns = ("units", "loop", "layers>", "chunks of>", "rounds>", "microbatches>", "ticks>", "bubble>", "carry>")
     title = f"Stages: loops over units on {counted(num_places, 'place')} along pipe"
     table = made_table(title, *columns, caption=caption)
-    phases: dict[StagedLoop, list[str]] = collections.defaultdict(list)  # of loops that are alike in all else
+    phases: dict[LoopOnStages, list[str]] = collections.defaultdict(list)  # of loops that are alike in all else
     for loop in stages.loops:
         alike = dataclasses.replace(loop, phase="", parameters=(), gradients=())
         phases[alike].append(loop.phase)

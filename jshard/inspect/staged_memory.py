@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jshard.inspect.communication.of_parameter import gathered_elements
 from jshard.inspect.communication.staged import OnStages, gathered_on_stages, reduced_on_stages
 from jshard.plans.plan import ShardPlan
-from jshard.plans.staged_loops import BY_ROUND, StagedLoop
+from jshard.plans.staged_loops import BY_ROUND, LoopOnStages
 
 _MOST_ROUNDS = 3
 """Later places are in the round before, the first ones in the current one, and the next is gathered."""
@@ -49,7 +49,7 @@ def stages_memory(plan: ShardPlan) -> StagesMemory | None:
     return max(memories, key=lambda memory: memory.total_bytes, default=None)
 
 
-def _memory_of_loop(plan: ShardPlan, loop: StagedLoop) -> StagesMemory:
+def _memory_of_loop(plan: ShardPlan, loop: LoopOnStages) -> StagesMemory:
     alone = dataclasses.replace(plan, stages=dataclasses.replace(plan.stages, loops=(loop,)))
     layout = loop.schedule.layout
     num_rounds = min(_MOST_ROUNDS, layout.num_rounds)
@@ -81,7 +81,7 @@ def _row_elements(on_stages: OnStages) -> float:
     return gathered_elements(on_stages.stored) * on_stages.per_layer
 
 
-def _carries_bytes(loop: StagedLoop) -> int:
+def _carries_bytes(loop: LoopOnStages) -> int:
     """Returns the bytes of the carries: of all places as they enter, those that are through, and those that wait."""
     num_collected = loop.schedule.num_microbatches
     num_waiting = 0

@@ -56,7 +56,7 @@ class StagedGradient:
 
 
 @dataclasses.dataclass(frozen=True)
-class StagedLoop:
+class LoopOnStages:
     """A loop over units that ran on stages.
 
     Attributes:
@@ -79,7 +79,7 @@ class StagedLoop:
     entering_bytes: int
     times: float = 1
 
-    def repeated(self, trips: float) -> "StagedLoop":
+    def repeated(self, trips: float) -> "LoopOnStages":
         """Returns the record multiplied by a loop's trips."""
         return dataclasses.replace(self, times=self.times * trips)
 
@@ -93,7 +93,7 @@ class PlaceTransfer:
         dtype: of the arrays.
         bytes: of the whole arrays in a step: the result of an all-gather, the array of one device of the others.
         purpose: what it is for: one of those in this module.
-        phase: as in `StagedLoop`.
+        phase: as in `LoopOnStages`.
     """
 
     kind: str
@@ -116,7 +116,7 @@ class TracedStages:
         transfers: of activations, those in the loops included.
     """
 
-    loops: tuple[StagedLoop, ...] = ()
+    loops: tuple[LoopOnStages, ...] = ()
     transfers: tuple[PlaceTransfer, ...] = ()
 
     def __bool__(self) -> bool:
@@ -134,7 +134,7 @@ class TracedStages:
         return sum(runs)
 
     @property
-    def _forward(self) -> list[StagedLoop]:
+    def _forward(self) -> list[LoopOnStages]:
         return [loop for loop in self.loops if loop.phase == FORWARD]
 
     @classmethod
@@ -146,7 +146,7 @@ class TracedStages:
             parameters = tuple(StagedParameter(**parameter) for parameter in loop["parameters"])
             gradients = tuple(StagedGradient(**gradient) for gradient in loop["gradients"])
             changed = {"schedule": StageSchedule(**schedule), "parameters": parameters, "gradients": gradients}
-            loops.append(StagedLoop(**{**loop, **changed}))
+            loops.append(LoopOnStages(**{**loop, **changed}))
         return cls(tuple(loops), tuple(PlaceTransfer(**transfer) for transfer in fields["transfers"]))
 
 

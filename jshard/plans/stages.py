@@ -183,7 +183,7 @@ class StageSchedule:
     @property
     def num_sends(self) -> int:
         """How often a place passes on what it has computed."""
-        # A loop of one tick is no loop to a compiler, which sees that nobody receives what its last tick sends.
+        # A compiler runs a loop of one tick without the loop, and leaves out what its last tick sends: it is not read.
         is_last_left_out = self.num_draining_ticks == 1
         return self.num_ticks - is_last_left_out
 

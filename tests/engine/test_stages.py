@@ -17,6 +17,7 @@ from jshard.errors import CallError
 from tests.helpers import fresh, placed
 from tests.parity import GRADIENT_TOLERANCE, Trained, compare, train
 from tests.stages_model import StagedBlock, StagedConfig, StagedDecoder, token_loss, uneven_tokens
+from tests.wide import slow, wide
 
 TX = optax.adamw(1e-2, eps=1e-3)
 PIPE_2 = {"pipe": 2, "fsdp": 2}
@@ -34,22 +35,27 @@ class Case:
     accumulate: int = 1
 
 
-CASES = {
-    "one round for each layer": Case(),
+ALWAYS = {
     "a tied table, layers that do not divide": Case(StagedConfig(layers=5, tied=True)),
+    "sent late, and waiting": Case(mesh={"pipe": 2, "fsdp": 1}, stages={"microbatches": 8, "late": True}),
+    "dropout, computed again": Case(StagedConfig(dropout=0.3), stages={"microbatches": 4}, fully={"remat": "full"}),
+    "layers called one after another": Case(StagedConfig(dropout=0.3, unrolled=True, masked=True)),
+}
+MORE = {
+    "experts' balance over the whole batch": Case(StagedConfig(experts=True)),
     "chunks of two layers, not all of them there": Case(StagedConfig(layers=5), {"pipe": 4, "fsdp": 1}, {"rounds": 1}),
+    "replicas": Case(StagedConfig(layers=6), {"replica": 2, "pipe": 2, "fsdp": 2}),
+}
+SLOW = {
+    "one round for each layer": Case(),
     "microbatches wait before the first place": Case(StagedConfig(masked=True), stages={"microbatches": 4}),
     "microbatches that no place holds whole": Case(mesh={"pipe": 2, "fsdp": 1}, stages={"microbatches": 8}),
     "sent late": Case(stages={"microbatches": 4, "late": True}),
-    "sent late, and waiting": Case(mesh={"pipe": 2, "fsdp": 1}, stages={"microbatches": 8, "late": True}),
     "neighbouring layers": Case(StagedConfig(dropout=0.3), stages={"rounds": 1}),
-    "dropout, computed again": Case(StagedConfig(dropout=0.3), stages={"microbatches": 4}, fully={"remat": "full"}),
-    "experts' balance over the whole batch": Case(StagedConfig(experts=True)),
-    "replicas": Case(StagedConfig(layers=6), {"replica": 2, "pipe": 2, "fsdp": 2}),
     "pipe alone": Case(StagedConfig(tied=True), {"pipe": 4, "fsdp": 1}),
-    "layers called one after another": Case(StagedConfig(dropout=0.3, unrolled=True, masked=True)),
     "microbatches of a step": Case(StagedConfig(dropout=0.3), accumulate=2),
 }
+CASES = ALWAYS | MORE | SLOW
 
 
 def build(config: StagedConfig) -> nnx.Module:
@@ -77,7 +83,7 @@ def annotated(case: Case, model: nnx.Module) -> nnx.Module:
     return js.parallel.stages(model, **case.stages)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*ALWAYS, *map(wide, MORE), *map(slow, SLOW)])
 def test_equal_to_one_device(name):
     case = CASES[name]
     run = trained(case)

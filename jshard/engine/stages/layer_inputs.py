@@ -111,8 +111,11 @@ class LayerInputs:
         return loops.row_of(value, x)
 
     def _part_of(self, value: Value, microbatch: jax.Array | int) -> Value:
-        if not value.is_split or value.is_data_free:
-            return value
+        # A new value in each case. What one tick converts it to is kept with it, and is a tracer of that tick.
+        if value.is_data_free:
+            return data_free.copy_into_trace(value, {})
+        if not value.is_split:
+            return value.with_array(value.x)
         size = value.shape[value.dim] // self._schedule.num_microbatches
         return value.with_array(lax.dynamic_slice_in_dim(value.x, microbatch * size, size, value.dim))
 

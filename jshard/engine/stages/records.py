@@ -23,15 +23,15 @@ from jshard.plans.staged_loops import (
     TO_ALL_PLACES,
     TO_NEXT_PLACE,
     TO_THEIR_STAGES,
+    LoopOnStages,
     PlaceTransfer,
     StagedGradient,
-    StagedLoop,
     StagedParameter,
     TracedStages,
 )
 from jshard.plans.units import Unit
 
-StagesRecord = StagedLoop | PlaceTransfer
+StagesRecord = LoopOnStages | PlaceTransfer
 
 SentArray = jax.Array | jax.ShapeDtypeStruct | ShapedArray
 """An array that is sent, or its type."""
@@ -51,7 +51,7 @@ def records_of(layer: LayerProgram, trips: int) -> list[StagesRecord]:
         layer: the program of its layers.
         trips: how often the loop runs, in the loops around it.
     """
-    loop = StagedLoop(
+    loop = LoopOnStages(
         phase=FORWARD,  # until it is known whose program the loop is in
         units=tuple(dict.fromkeys(unit.scheduled.unit.settings.name for unit in layer.inputs.gathers.units)),
         schedule=layer.schedule,
@@ -168,7 +168,7 @@ def note_stages(unit: Unit, call: str, part: str, phase: str, records: Sequence[
     transfers = []
     for record in records:
         record = dataclasses.replace(record, phase=phase)
-        if isinstance(record, StagedLoop):
+        if isinstance(record, LoopOnStages):
             loops.append(record)
         else:
             transfers.append(record)
@@ -182,7 +182,7 @@ def traced_stages(key: ModelKey, plan: ShardPlan) -> TracedStages:
         key: of the model.
         plan: its plan. If only forward was traced, it says how backward will be.
     """
-    loops: list[StagedLoop] = []
+    loops: list[LoopOnStages] = []
     transfers: list[PlaceTransfer] = []
     for part in _records.get(key, {}).values():
         loops += part.loops
@@ -193,8 +193,8 @@ def traced_stages(key: ModelKey, plan: ShardPlan) -> TracedStages:
     return TracedStages(tuple(loops), tuple(transfers))
 
 
-def _backward_of(loop: StagedLoop, plan: ShardPlan) -> StagedLoop:
-    """Returns the backward loop of one that has run forward, as far as that tells."""
+def _backward_of(loop: LoopOnStages, plan: ShardPlan) -> LoopOnStages:
+    """Returns the backward loop of one that has run forward, as far as it follows from that."""
     reshard_of_unit = {unit.name: unit.reshard_after_forward for unit in plan.units}
     gathered_again = []
     gradients = []

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxprs_in_params
 from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard.engine import rules
 from jshard.engine.mixing import ModelKey, key_of_unit
-from jshard.engine.rules import Value
+from jshard.engine.rules import Staged, State, Value
 from jshard.engine.rules.values import variables_of
 from jshard.engine.schedule.program_schedule import ParameterKey
 from jshard.engine.schedule.unit_equation import is_unit
@@ -52,6 +52,7 @@ class StagesPartitioner(ShardedPartitioner):
     def equation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         """Runs one equation: a loop over units on the stages, any other on the data axes."""
         if self._is_on_stages(eqn, values):
+            _check_has_no_effects(eqn)
             self.num_loops += 1
             return StagedLoop(self, eqn, values, self.stages).run()
         if is_unit(eqn):
@@ -60,9 +61,23 @@ class StagesPartitioner(ShardedPartitioner):
             values = [self.off_stages(value) for value in values]
         return super().equation(eqn, values)
 
+    def materialize(self, value: Value, skip: Sequence[int] = ()) -> Value:
+        """Returns a value as an array that leaves this trace, as the data axes have it."""
+        return super().materialize(self.off_stages(value), skip)
+
     def may_have_examples(self, value: Value) -> bool:
         """Returns whether a constant is taken for one with a dim for the examples: see `has_dim_of_examples`."""
         return has_dim_of_examples(value, self.batch_sizes)
+
+    def in_state(self, value: Value, state: State) -> Value:
+        """Returns a value in a state: as the data axes have it, or on stages, as the gradient of what is there."""
+        if not isinstance(state, Staged):
+            return super().in_state(self.off_stages(value), state)
+        if value.state == state:
+            return value
+        dim = None if state.row_dim is None else state.row_dim + 1
+        value = super().in_state(self.off_stages(value), dim)
+        return Value(exchanges.to_stages(value.x, state.layout, state.row_dim), state)
 
     def off_stages(self, value: Value) -> Value:
         """Returns a value as the data axes have it: a stack that is on stages with all layers on each place."""
@@ -91,10 +106,14 @@ class StagesPartitioner(ShardedPartitioner):
         """
         # A method that runs one unit, such as the embedding alone, has no layers; nor has a unit called on its own.
         has_layers = self.num_units > 1 or unit.plan is None or len(unit.plan.units) == 1
-        if self.num_loops or unit.nested or not has_layers:
+        could_use_stages = has_layers and bool(self.batch_sizes) and not unit.nested
+        if self.num_loops or not could_use_stages:
             return
         num_places = degree(self.mesh, PIPE)
-        why = f"it has no loop over equal units: {PIPE!r}, of degree {num_places}, splits the batch and the parameters"
+        why = (
+            f"it has no loop over {num_places} equal units or more: {PIPE!r}, of degree {num_places}, splits the batch"
+            " and the parameters"
+        )
         line = "x = js.scan_layers(self.blocks, x)"
         if unit.policy.fallback == "error":
             raise CallError(
@@ -115,12 +134,42 @@ class StagesPartitioner(ShardedPartitioner):
         """Returns whether an equation is a loop that runs on stages: over units that read rows, or rows on stages."""
         if eqn.primitive.name != "scan":
             return False
+        # On the data axes all devices compute. On stages some would have nothing to do, with fewer layers than places;
+        # without a batch that divides, each would run its layers for every microbatch on the same examples.
+        if eqn.params["length"] < degree(self.mesh, PIPE) or not self.batch_sizes:
+            return False
         num_consts, num_carry = _compat.scan_arguments(eqn)
         first_scanned = num_consts + num_carry
         body, _ = rules.opened(eqn.params["jaxpr"])
         if any(value.is_staged for value in values[first_scanned:]):
             return _has_unit_of(body, set(body.invars))
         return _has_unit_of(body, set(body.invars[first_scanned:]))
+
+
+def _check_has_no_effects(eqn: JaxprEqn) -> None:
+    """Raises if a layer does something besides computing, such as printing."""
+    source = _source_of_effect(eqn)
+    if source is None:
+        return
+    raise CallError(
+        "A layer on pipeline stages has an effect.",
+        where=_compat.user_place(source) or "in a layer",
+        why=f"{source.primitive.name}: a stage runs a layer once for each microbatch, and when it is idle as if it had"
+        " one. The effect would happen as often.",
+        do="x, outputs = js.scan_layers(self.blocks, x, collect=True)  # return what is needed; print it after the loop",
+    )
+
+
+def _source_of_effect(eqn: JaxprEqn) -> JaxprEqn | None:
+    """Returns the innermost equation with an effect, in an equation or the programs that it holds."""
+    if not _compat.has_effects(eqn):
+        return None
+    for inner in jaxprs_in_params(eqn.params):
+        for inner_eqn in inner.eqns:
+            source = _source_of_effect(inner_eqn)
+            if source is not None:
+                return source
+    return eqn
 
 
 def _has_unit_of(jaxpr: Jaxpr, variables: set[Var]) -> bool:

@@ -100,8 +100,9 @@ class JoinedGathers:
                 for chunk in ((), expected.chunk):
                     whole_shapes[comparable((*chunk, *whole[i:]))] = layer
                     shard_shapes[comparable((*chunk, *shard[i:]))] = layer
-            self._fewest[layer] += elements * expected.forward * num_gathers
-            self._most[layer] += elements * (expected.forward + expected.backward) * num_gathers
+            forward = round(elements * expected.forward) * num_gathers
+            self._fewest[layer] += forward
+            self._most[layer] += forward + round(elements * expected.backward) * num_gathers
         # A shape that is more than one of them most likely is a whole parameter's.
         self._layer_of_shape = packed_shapes | shard_shapes | whole_shapes
 

@@ -27,7 +27,7 @@ from jshard.plans import staged_loops
 from jshard.plans.mesh import PIPE
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan
-from jshard.plans.staged_loops import BY_ROUND, StagedGradient, StagedLoop, StagedParameter
+from jshard.plans.staged_loops import BY_ROUND, LoopOnStages, StagedGradient, StagedParameter
 
 _PARAMETERS_OF_PHASE = {staged_loops.FORWARD: FORWARD, staged_loops.BACKWARD: BACKWARD}
 
@@ -42,7 +42,7 @@ class OnStages:
         degrees: of the mesh axes.
     """
 
-    loop: StagedLoop
+    loop: LoopOnStages
     leaves: Sequence[LeafPlan]
     degrees: Mapping[str, int]
 

@@ -8,7 +8,7 @@ token, by which start and end find each other: the name of its start, or the pla
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
@@ -360,11 +360,24 @@ class Walk:
     # ---- branches
 
     def _visit_branches(self, body: _Body, conditional: Instruction) -> None:
-        """Takes the branch with the most work, because it is unknown which one runs."""
+        """Takes the branch with the most work, as it is unknown which one runs; of those that are alike the first."""
         scope = dataclasses.replace(body.scope, in_branch=True)
-        branches = [self._walk(name, scope) for name in self._module.called(conditional)]
-        if branches:
+        first_window = len(self.windows)
+        branches = []
+        of_branches = []
+        for name in self._module.called(conditional):
+            num_windows = len(self.windows)
+            branches.append(self._walk(name, scope))
+            of_branches.append(self.windows[num_windows:])
+        if not branches:
+            return
+        if len(self.windows) == first_window or not _are_alike(branches, of_branches):
             body.append(max(branches, key=_amount_of_work))
+            return
+        # Whichever runs, it sends this once. A place on pipeline stages has a branch for each of two rounds.
+        sent = [dataclasses.replace(window, conditional=body.scope.in_branch) for window in of_branches[0]]
+        self.windows[first_window:] = sent
+        body.append(branches[0])
 
     # ---- what the walk has missed
 
@@ -396,6 +409,15 @@ def _in_flight(tokens: dict[int, str], body: _Body, passed_on: Collection[str] =
         if body.under_way.get(token) is not None or token in passed_on:
             chosen[place] = token
     return chosen
+
+
+def _are_alike(branches: Sequence[_Body], of_branches: Sequence[Sequence[Window]]) -> bool:
+    """Returns whether the branches of a conditional multiply and send the same."""
+    forms = set()
+    for branch, windows in zip(branches, of_branches, strict=True):
+        sent = tuple((window.kind, window.sizes, window.group, window.executions) for window in windows)
+        forms.add((branch.passed.matmuls, branch.passed.flops, sent))
+    return len(branches) > 1 and len(forms) == 1
 
 
 def _amount_of_work(branch: _Body) -> tuple[float, float]:
