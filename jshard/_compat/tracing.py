@@ -118,7 +118,7 @@ def axis_names(jaxpr: jex.Jaxpr) -> list[str]:
 
 
 def has_effects(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether an equation does something besides computing; to name an axis counts as an effect in JAX alone."""
+    """Returns whether an equation does something besides computing. In JAX to name an axis counts as an effect."""
     return any(getattr(effect, "name", None) is None for effect in eqn.effects)
 
 

@@ -277,7 +277,7 @@ class _Execution:
             states: the states of the targets.
             shards: those that are stored, by position.
         """
-        # A gradient without examples, as of a penalty on the weights of a layer, is no sum, and has stayed on its stage.
+        # A gradient without examples, as of a penalty on a layer's weights, is no sum, and has stayed on its stage.
         unreduced = [p.off_stages(value) for value in at_positions(results, shards)]
         stored = p.reduce_to_shards(unreduced, list(shards.values()))
         stored_gradients: dict[int, Value] = {}

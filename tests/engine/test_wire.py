@@ -129,7 +129,7 @@ def test_each_part_of_a_gradient_is_rounded_once_and_the_sum_is_better_than_that
         lambda x: gradient_sums.reduce_scatter(x[0], to, js.mesh(fsdp=8)), x, ins=P("fsdp"), out=to.partition_spec
     )
     found = np.asarray(run(parts, one), np.float64)
-    times = len(one.exchanges(8))  # a part is rounded, and where hosts sum first, a sum of parts
+    times = len(one.exchanges({"fsdp": 8}))  # a part is rounded, and where hosts sum first, a sum of parts
     assert (np.abs(found - exact) <= times * 2.0**-8 * np.abs(parts).sum(0, dtype=np.float64)).all()
     ring = parts[0].astype(jnp.bfloat16)
     for part in parts[1:]:

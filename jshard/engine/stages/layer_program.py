@@ -37,6 +37,7 @@ class LayerProgram:
         carry_types: the types of the carry of one microbatch.
         final_carries: how the carry is collected after the last layer.
         results: the results that the loop stacks, but for those that are rows of scanned values, unread.
+        products: the products that a place computes in the whole loop.
     """
 
     def __init__(self, outer: ShardedPartitioner, eqn: JaxprEqn, operands: list[Value], settings: Stages) -> None:
@@ -61,6 +62,10 @@ class LayerProgram:
             scanned=self._scanned_operands,
         )
         self._scan = self._traced_once()
+        # It was recorded for all layers and one microbatch: a place runs its part of the layers on all microbatches.
+        self.products = [
+            product.repeated(self.schedule.num_microbatches / num_places) for product in self.tick.products
+        ]
         # Of the traced layer: which of its results are gradients.
         self._gradients = self.tick.gradients[self._num_carry :]
         types = self._scan.traced.out_avals
@@ -102,8 +107,7 @@ class LayerProgram:
             where=self._outer.place(self._eqn) or "in a loop over layers",
             why=f"reshard_after_forward={shard.pieces}: a stage gathers a layer once for all microbatches, and then"
             " keeps it whole or not at all.",
-            do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)  # or False: each device keeps the layers of"
-            " its stage",
+            do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)  # or False: a device keeps its stage's layers",
         )
 
     def _refused_on_host(self) -> CallError:

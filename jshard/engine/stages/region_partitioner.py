@@ -156,7 +156,7 @@ def _check_has_no_effects(eqn: JaxprEqn) -> None:
         where=_compat.user_place(source) or "in a layer",
         why=f"{source.primitive.name}: a stage runs a layer once for each microbatch, and when it is idle as if it had"
         " one. The effect would happen as often.",
-        do="x, outputs = js.scan_layers(self.blocks, x, collect=True)  # return what is needed; print it after the loop",
+        do="x, outputs = js.scan_layers(self.blocks, x, collect=True)  # return what is needed, and print it there",
     )
 
 

@@ -95,7 +95,7 @@ class StagedLoop:
         with jax.named_scope(f"jshard[{self._outer.name}]/from_stages"):
             results = zip(self._layer.results, buffers, strict=True)
             stacked = [result.value(buffer) for result, buffer in results]
-        self._outer.records += records_of(self._layer, self._outer.trips)
+        self._outer.records += [*self._layer.products, *records_of(self._layer, self._outer.trips)]
         return self._layer.loop_results(carry, stacked)
 
     # ---- rounds
