@@ -105,7 +105,7 @@ def test_stacked_layers(form):
 
 RICH = [
     ({}, {}, {"remat": "full"}),
-    ({"fsdp": 1, "replica": 2}, {"microbatches": 4}, {}),
+    wide({"fsdp": 1, "replica": 2}, {"microbatches": 4}, {}),
     wide({}, {}, {}),
     wide({}, {"microbatches": 4, "late": True}, {}),
     wide({}, {"rounds": 1}, {"reshard_after_forward": False}),
@@ -536,7 +536,7 @@ def own_wire():
 
 
 PRECISIONS = [
-    ({"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {}),
+    wide({"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {}),
     ({"reduce_dtype": "float32", "gather_dtype": "rows_in_8_bits", "wire_dtype": "rows_in_8_bits"}, {}),
     wide({"param_dtype": "bfloat16"}, {}),
     wide({"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32", "keep": ("up/*",)}, {}),
@@ -563,6 +563,7 @@ def test_narrow_dtypes_are_as_near_as_without_stages(dtypes, degrees):
     assert 0 < errors[1] <= 1.5 * errors[0]
 
 
+@pytest.mark.wide
 def test_a_loss_scale_in_half_precision():
     def losses(model: Any, optimizer: nnx.Optimizer, grad_of: Callable[[nnx.Optimizer], Any]) -> list[float]:
         @nnx.jit

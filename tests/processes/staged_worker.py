@@ -15,8 +15,8 @@ import optax
 from flax import nnx
 
 import jshard as js
+from tests.engine.one_device import on_host
 from tests.engine.staged_forms import EXAMPLES, Layer, Layered, in_scan_layers, plain_loss
-from tests.parity import flat
 
 
 def trained(model, optimizer):
@@ -29,7 +29,7 @@ def trained(model, optimizer):
         return loss
 
     loss = step(model, optimizer, *EXAMPLES)
-    return {"loss": np.asarray(loss)} | flat(js.gather(nnx.state(model, nnx.Param)))
+    return {"loss": np.asarray(loss)} | on_host(js.gather(nnx.state(model, nnx.Param)))
 
 
 def state_on(mesh):
