@@ -107,7 +107,7 @@ class LayerProgram:
             where=self._outer.place(self._eqn) or "in a loop over layers",
             why=f"reshard_after_forward={shard.pieces}: a stage gathers a layer once for all microbatches, and then"
             " keeps it whole or not at all.",
-            do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)  # or False: a device keeps its stage's layers",
+            do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)  # or False, which keeps its own layers",
         )
 
     def _refused_on_host(self) -> CallError:
