@@ -20,6 +20,7 @@ from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
+from jshard.inspect.hlo import Window
 from jshard.inspect.hlo.walk import read_schedule
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
@@ -157,6 +158,73 @@ def test_half_the_wire_is_sent_beside_products():
     assert sum(map(bytes_of, within)) == 8 * sum(map(bytes_of, between))
     sent = lambda audit: sum(map(bytes_of, audit.schedule.in_loops))
     assert sent(found) == pytest.approx((4 + 0.25) / 8 * sent(plain), rel=0.01)
+
+
+# ---- Pipeline stages -----------------------------------------------------------------------------
+
+
+PLACES, ROUNDS = 2, 5  # rounds enough for a loop over those that are alike, forward and backward
+SEQUENCES = 4  # of a data shard
+ROUND_FLOPS = 2 * SEQUENCES * 1024 * 2048 * (4 * 2048 + 2 * 8192)  # of a layer on all of them, without its attention
+
+
+@functools.cache
+def staged(*, late: bool) -> Audit:
+    """A training step on 16 GPUs, 8 in each host: each host is a stage."""
+    config = dataclasses.replace(LARGE, layers=PLACES * ROUNDS)
+    mesh = js.mesh(pipe=PLACES, fsdp=-1, devices=topology_devices(parse_topology("h100:2x8")))
+    policy = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
+
+    def annotate(model: Decoder) -> None:
+        for block in model.blocks:
+            js.fully_shard(block, mesh=mesh, mixed_precision=policy, remat="full")
+        js.fully_shard(model, mesh=mesh, mixed_precision=policy)
+        js.parallel.stages(model, late=late)
+
+    model = js.abstract_init(lambda: Scanning(config, nnx.Rngs(0)), annotate)
+    shape = jax.ShapeDtypeStruct((SEQUENCES * 8, 1024), jnp.int32, sharding=batch_sharding(mesh))
+    lowered = lower_step(
+        lambda model, batch: loss_fn(model, *batch), model, abstract_optimizer(model, optax.adamw(1e-3)), (shape, shape)
+    )
+    return audit(lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu")), model=model)
+
+
+def share(windows: list[Window], beside: list[Window]) -> float:
+    """Part of the bytes of some collectives that others of them have."""
+    return sum(map(bytes_of, beside)) / sum(map(bytes_of, windows))
+
+
+def over_stage(found: Audit, kind: str, phase: str) -> list[Window]:
+    """The large collectives of layers, over the data axes of a stage."""
+    windows = [w for w in found.schedule.windows if w.kind == kind and w.axes == ("fsdp",) and w.phase == phase]
+    return [w for w in windows if w.full_bytes > LARGE_BYTES]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_stages_gather_and_reduce_beside_all_ticks_of_a_round(late):
+    found = staged(late=late)
+    for phase, flops in ("forward", ROUND_FLOPS), ("backward", 2 * ROUND_FLOPS):
+        gathers = over_stage(found, "all-gather", phase)
+        # Those of the first round have nothing before them.
+        beside = [w for w in gathers if w.is_async and w.flops >= flops]
+        assert share(gathers, beside) == pytest.approx(1 - 1 / ROUNDS, abs=0.001), phase
+    # Of five rounds three are reduced beside the round after the next, one beside the last ticks, and one behind them.
+    reductions = over_stage(found, "reduce-scatter", "backward")
+    beside = [w for w in reductions if w.is_async and w.flops >= 2 * ROUND_FLOPS]
+    assert share(reductions, beside) == pytest.approx(1 - 2 / ROUNDS, abs=0.001)
+    assert share(reductions, [w for w in reductions if w.is_overlapped]) == pytest.approx(1 - 1 / ROUNDS, abs=0.001)
+
+
+def test_late_sending_has_the_next_microbatch_beside_it():
+    """Between start and end is the conditional that holds a layer: its products are counted."""
+    shares = {}
+    for late in (False, True):
+        windows = [w for w in staged(late=late).schedule.windows if w.kind == "collective-permute"]
+        between_stages = [w for w in windows if w.axes == ("pipe",)]
+        shares[late] = share(between_stages, [w for w in between_stages if w.is_overlapped])
+    # The last ticks of both loops send what nobody computes beside.
+    assert shares[True] > 0.9
+    assert shares[False] < 0.2
 
 
 # ---- Attention by cuDNN --------------------------------------------------------------------------

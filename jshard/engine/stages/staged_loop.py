@@ -148,6 +148,8 @@ class StagedLoop:
         params = RoundParams(number, state.current, None if is_first else state.previous)
         first_tick = number * self._schedule.num_microbatches
         ring = self._run_ticks(state.ring, first_tick, self._schedule.num_microbatches, params)
+        # Collectives end before sums are taken out of their buffers: else the compiler hides them beside that.
+        ring, later, reduced = available_together(ring, later, reduced)
         # The round before is complete now, which has its sums in the other buffers.
         sums = [] if is_first else self._sums(ring, number - 1)
         return RoundState(ring, previous=state.current, current=later, sums=sums, reduced=reduced)
