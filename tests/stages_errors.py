@@ -45,6 +45,10 @@ def plain(layer, x):
     return layer.out(x)
 
 
+def activated(layer, x):
+    return jnp.tanh(layer.out(x))
+
+
 def narrower(layer, x):
     return x @ layer.out.kernel[: x.shape[1], : x.shape[1]]
 
@@ -79,5 +83,8 @@ ERRORS: dict[str, Callable[[], object]] = {
     "stages: a batch of few examples": lambda: run_on_stages(microbatches=8),
     "stages: a layer that combines examples": lambda: run_on_stages(combine_examples),
     "stages: a shard_map over data axes": lambda: run_on_stages(over_data_axes),
+    "stages: an effect in a layer": lambda: run_on_stages(print_sum),
+    "stages: pieces kept for backward": lambda: run_on_stages(reshard_after_forward=2),
+    "stages: activations in host memory": lambda: run_on_stages(activated, remat="offload"),
     "stages: layers that differ, fallback='error'": lambda: run_on_stages(narrower, is_loop=False, fallback="error"),
 }
