@@ -176,7 +176,8 @@ def staged(*, late: bool) -> Audit:
     policy = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
 
     def annotate(model: Decoder) -> None:
-        for block in model.blocks:
+        blocks: Any = model.blocks  # a list, as the layers are not scanned by Flax
+        for block in blocks:
             js.fully_shard(block, mesh=mesh, mixed_precision=policy, remat="full")
         js.fully_shard(model, mesh=mesh, mixed_precision=policy)
         js.parallel.stages(model, late=late)
