@@ -22,13 +22,16 @@ from jshard.api.revise import has_inner_units, repeated_layers, revise_layers
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.machine import Machine
+from jshard.cluster.predicted_stages import compute_factor, sums_bytes, with_carries, with_predicted_stages
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
 from jshard.inspect.communication import FORWARD, unit_traffic
 from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.memory import Memory, kept_bytes, memory_of
 from jshard.inspect.plan_tables import folded_units
-from jshard.plans.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, data_shards
+from jshard.inspect.staged_memory import stages_memory
+from jshard.plans.mesh import CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR, data_shards
 from jshard.plans.plan import ShardPlan, UnitPlan
+from jshard.plans.stages import Stages
 from jshard.plans.units import modules
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.ema import with_averages
@@ -113,9 +116,14 @@ class Costs:
         saved = self._saved(rows, _remat_setting(variant), _sequence_axes(variant))
         saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + planned.kept_bytes)
         memory = planned.memory.with_activations(saved)
+        collectives = list(planned.collectives)
+        if planned.plan.stages:
+            plan = with_carries(planned.plan, self._layer_input_bytes(rows, variant))
+            memory = dataclasses.replace(memory, stages=stages_memory(plan))
+            collectives += _between_places(plan, self.recipe.stages, self.machine.assumptions)
         compute_s = self._compute_s(planned.plan, recipe, rows, variant)
         phases_s = self._phases_s(planned.plan, compute_s / recipe.accumulate)
-        communication_s, exposed_s = _exposed_s(planned.collectives, phases_s)
+        communication_s, exposed_s = _exposed_s(collectives, phases_s)
         return Cost(
             variant=variant,
             memory=memory,
@@ -160,6 +168,7 @@ class Costs:
     @functools.cache  # noqa: B019
     def _planned(self, mesh: _Degrees, units: _Settings) -> _PlannedModel:
         plan = js.plan(self._revised(mesh, dict(units)), wrt=self.model_file.wrt)
+        plan = with_predicted_stages(plan, self._layer_names, self.recipe.stages)
         memory = with_averages(memory_of(plan, optimizer=self.recipe.optimizer()), plan, self.recipe)
         # Of the layers only; the traced step contains the other units' copies, but none of the layers.
         layers_kept_bytes = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit))
@@ -249,8 +258,19 @@ class Costs:
         passes = _COMPUTED_PASSES
         if remat == "full":
             passes += _RECOMPUTED_PASSES
-        traffic_bytes = _SAVED_PASSES * saved_bytes + passes * computed_bytes
-        return products_s + recipe.accumulate * traffic_bytes / self._reached_bytes_per_s
+        traffic_bytes = _SAVED_PASSES * saved_bytes + passes * computed_bytes + sums_bytes(plan)
+        computed_s = products_s + recipe.accumulate * traffic_bytes / self._reached_bytes_per_s
+        return computed_s * compute_factor(plan)
+
+    def _layer_input_bytes(self, rows: int, variant: Variant) -> float:
+        """Returns the bytes of a layer's input for the examples of a device: what full remat saves of each layer."""
+        saved = self._saved(rows, "full", _sequence_axes(variant))
+        return max(saved.saved_bytes - saved.outside_bytes, 0) / max(sum(self._depths), 1)
+
+    @functools.cached_property
+    def num_layers(self) -> int:
+        """Returns how many layers the largest group of equal ones has."""
+        return max(sum(self._depths), 1)
 
     def _update_s(self, plan: ShardPlan) -> float:
         """Returns the time of the optimizer's update."""
@@ -314,7 +334,9 @@ def _collectives(plan: ShardPlan, assumptions: Assumptions) -> Iterator[Collecti
         for transfer in _layer_transfers(plan, unit, layers, assumptions):
             # The root is gathered first and reduced last; without prefetch a unit waits for its own gather.
             waits_for_gather = unit.prefetch == "0" and transfer.kind == "all-gather"
-            is_alone = unit.name == root.name or waits_for_gather
+            # What goes to its stage, or comes from there, does so before the loop or after it.
+            is_exchange = transfer.kind == "all-to-all" and bool(plan.stages)
+            is_alone = unit.name == root.name or waits_for_gather or is_exchange
             yield Collectives(transfer.phase, folded.count * layers, transfer.seconds, is_alone)
 
 
@@ -339,6 +361,19 @@ def _layer_transfers(
         group = group_along(degrees, traffic.axes)[:: traffic.apart][: traffic.group_size]
         seconds = assumptions.transfer_s(traffic.kind, traffic.full_bytes / layers, group)
         yield _LayerTransfer(phase, traffic.kind, seconds)
+
+
+def _between_places(plan: ShardPlan, stages: Stages, assumptions: Assumptions) -> Iterator[Collectives]:
+    """Yields what the places of loops on stages send each other of activations."""
+    degrees = dict(plan.mesh)
+    group = group_along(degrees, (PIPE,))
+    for loop in plan.stages.loops:
+        each_s = assumptions.transfer_s("collective-permute", loop.carry_bytes, group)
+        # Sent late, it is under way while the next microbatch computes.
+        yield Collectives(loop.phase, loop.schedule.num_sends, each_s, is_alone=not stages.late)
+        enter_s = assumptions.transfer_s("all-gather", loop.entering_bytes, group)
+        leave_s = assumptions.transfer_s("all-to-all", loop.entering_bytes, group)
+        yield Collectives(loop.phase, 1, enter_s + leave_s, is_alone=True)
 
 
 def _exposed_s(collectives: Sequence[Collectives], phases_s: Mapping[str, float]) -> tuple[float, float]:

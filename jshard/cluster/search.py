@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.costs import Cost, Costs
 from jshard.errors import AnnotationError
-from jshard.plans.mesh import FSDP, REPLICA, data_shards
+from jshard.plans.mesh import FSDP, PIPE, REPLICA, data_shards
 from jshard.recipes.overrides import SettingError
 
 ROOM = 0.92
@@ -99,10 +99,47 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
 
 
 def _configurations(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
-    """Yields the ways to split the devices, to keep or recompute, and to divide the batch.
+    """Yields the ways to split the devices, to keep or recompute, and to divide the batch; and pipeline stages.
 
     The other axes of the mesh stay as requested.
     """
+    yield from _without_stages(costs, mesh)
+    if mesh.get(PIPE, 1) == 1:
+        yield from _with_stages(costs, mesh)
+
+
+def _with_stages(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
+    """Yields the ways to run the layers on pipeline stages, each of them sharded over the rest of the devices.
+
+    Within one host the links are fast, and stages would only add their bubble.
+    """
+    recipe = costs.recipe
+    num_devices = mesh[REPLICA] * mesh[FSDP]
+    microbatches = _microbatches(recipe.batch_size, data_shards(mesh))
+    for pipe in _degrees_of_pipe(num_devices // costs.machine.near, costs.num_layers):
+        split = dict(mesh) | {PIPE: pipe, REPLICA: 1, FSDP: num_devices // pipe}
+        for count, remat in itertools.product(microbatches, _REMATS):
+            units = {"reshard_after_forward": True, "remat": remat}
+            yield Variant(
+                name=_name_of(split, units, count),
+                mesh=split,
+                accumulate=None if count == recipe.accumulate else count,
+                units=units,
+            )
+
+
+def _degrees_of_pipe(num_hosts: int, num_layers: int) -> list[int]:
+    """Returns the numbers of stages to try: powers of two that divide the hosts, each with a layer."""
+    degrees = []
+    degree = 2
+    while degree <= min(num_hosts, num_layers):
+        if num_hosts % degree == 0:
+            degrees.append(degree)
+        degree *= 2
+    return degrees
+
+
+def _without_stages(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
     recipe = costs.recipe
     num_devices = mesh[REPLICA] * mesh[FSDP]
     microbatches = _microbatches(recipe.batch_size, data_shards(mesh))
@@ -169,6 +206,8 @@ def _name_of(mesh: Mapping[str, int], units: UnitSettings, microbatches: int) ->
         strategy = "replicate"
     elif mesh[REPLICA] > 1:
         strategy = f"hsdp {strategy}"
+    if mesh.get(PIPE, 1) > 1:
+        strategy = f"{mesh[PIPE]} stages, {strategy}"
     name = f"{strategy}, {units['remat']}"
     if microbatches > 1:
         name += f", {microbatches} parts"

@@ -1,0 +1,75 @@
+"""Loops on pipeline stages before a trace: those that a trace finds, and a search considers between hosts."""
+
+import jax
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard.cluster.predicted_stages import compute_factor, with_carries, with_predicted_stages
+from jshard.cluster.search import search
+from jshard.engine.layer_stacks import as_traced
+from jshard.inspect.communication import unit_traffic
+from jshard.inspect.staged_memory import stages_memory
+from jshard.plans.stages import Stages
+from tests.cluster.fake_compiler import cluster_of, costs_of
+from tests.stages_model import BATCH, LENGTH, WIDTH, StagedBlock, StagedConfig, StagedDecoder, token_loss, uneven_tokens
+
+LAYERS = 5
+
+
+def plans(stages: Stages):
+    """The plan with predicted loops, and the plan with those that a trace has found."""
+    mesh = js.mesh(pipe=2, fsdp=2, devices=jax.devices()[:4])
+
+    def annotate(model):
+        js.fully_shard(model, units=StagedBlock, mesh=mesh)
+        js.revise(model, stages=stages)
+
+    model = js.abstract_init(lambda: StagedDecoder(StagedConfig(layers=LAYERS), nnx.Rngs(0)), annotate)
+    plan = js.plan(model)
+    layers = {unit.name for unit in plan.units if unit.name.startswith("blocks/")}
+    jax.eval_shape(nnx.value_and_grad(token_loss), model, uneven_tokens())
+    return with_predicted_stages(plan, layers, stages), as_traced(plan)
+
+
+@pytest.mark.parametrize("stages", [Stages(), Stages(microbatches=4, late=True, sum_dtype="bfloat16")], ids=str)
+def test_predicted_loops_are_those_of_the_trace(stages):
+    predicted, traced = plans(stages)
+    assert [loop.schedule for loop in predicted.stages.loops] == [loop.schedule for loop in traced.stages.loops]
+    for layer in range(LAYERS):
+        name = f"blocks/{layer}"
+        assert unit_traffic(predicted, name) == unit_traffic(traced, name)
+    layer_input_bytes = BATCH // 4 * LENGTH * WIDTH * 4
+    expected = stages_memory(traced)
+    memory = stages_memory(with_carries(predicted, layer_input_bytes))
+    assert (memory.num_rounds, memory.rounds_bytes) == (expected.num_rounds, expected.rounds_bytes)
+    assert (memory.sums_bytes, memory.reduced_bytes) == (expected.sums_bytes, expected.reduced_bytes)
+    # Only a trace knows that backward does not read some biases.
+    assert memory.layers_bytes == pytest.approx(expected.layers_bytes, rel=0.1)
+    assert memory.activations_bytes == pytest.approx(expected.activations_bytes, rel=0.05)
+    assert compute_factor(predicted) > 1
+
+
+def found(topology, **known):
+    costs = costs_of(cluster_of(topology, **known), "batch_size=256", "sequence_length=64", "model.n_layer=4")
+    mesh = dict(js.mesh(devices=costs.machine.num_devices).shape)
+    return search(costs, mesh)
+
+
+def degrees_of_pipe(result):
+    return {cost.variant.mesh.get("pipe", 1) for cost in (*result.ranked, *result.too_large)}
+
+
+def test_stages_are_considered_between_hosts_and_chosen_where_links_are_slow():
+    assert degrees_of_pipe(found("h100:1x8")) == {1}
+    result = found("h100:4x8", slow_bytes_per_s=1e7)
+    assert degrees_of_pipe(result) == {1, 2, 4}
+    on_stages = [cost for cost in result.ranked if cost.variant.mesh.get("pipe", 1) > 1]
+    sharded = [cost for cost in result.ranked if cost.variant.mesh["fsdp"] == 32]
+    assert min(cost.step_s for cost in on_stages) < min(cost.step_s for cost in sharded)
+    assert all("stages" in cost.variant.name for cost in on_stages)
+
+
+def test_stages_are_not_chosen_where_communication_is_hidden():
+    result = found("h100:2x8")
+    assert result.ranked[0].variant.mesh.get("pipe", 1) == 1
