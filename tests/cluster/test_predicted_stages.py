@@ -5,13 +5,18 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.cluster.costs import Costs
+from jshard.cluster.machine import Machine, assumptions_of
 from jshard.cluster.predicted_stages import compute_factor, with_carries, with_predicted_stages
 from jshard.cluster.search import search
+from jshard.cluster.topology import parse_topology
 from jshard.engine.layer_stacks import as_traced
 from jshard.inspect.communication import unit_traffic
 from jshard.inspect.staged_memory import stages_memory
 from jshard.plans.stages import Stages
-from tests.cluster.fake_compiler import cluster_of, costs_of
+from jshard.recipes.model_file import load_model_file
+from jshard.recipes.overrides import override
+from tests.micro_gpt import MODELS
 from tests.stages_model import BATCH, LENGTH, WIDTH, StagedBlock, StagedConfig, StagedDecoder, token_loss, uneven_tokens
 
 LAYERS = 5
@@ -50,26 +55,32 @@ def test_predicted_loops_are_those_of_the_trace(stages):
     assert compute_factor(predicted) > 1
 
 
-def found(topology, **known):
-    costs = costs_of(cluster_of(topology, **known), "batch_size=256", "sequence_length=64", "model.n_layer=4")
-    mesh = dict(js.mesh(devices=costs.machine.num_devices).shape)
-    return search(costs, mesh)
+def searched(topology: str, tokens: int):
+    """A search for GPT-3 with a sequence on each device, as `jshard plan --auto` makes it."""
+    cluster = parse_topology(topology)
+    model_file = load_model_file(MODELS / "gpt.py")
+    recipe = override(
+        model_file.recipes["gpt3_175b"](), [f"sequence_length={tokens}", f"batch_size={cluster.num_devices}"]
+    )
+    assumptions = assumptions_of(cluster)
+    machine = Machine(cluster.num_devices, cluster.device.hbm_bytes, cluster.fast_group, assumptions)
+    return search(Costs(model_file, recipe, machine), {"replica": 1, "fsdp": cluster.num_devices})
 
 
 def degrees_of_pipe(result):
     return {cost.variant.mesh.get("pipe", 1) for cost in (*result.ranked, *result.too_large)}
 
 
-def test_stages_are_considered_between_hosts_and_chosen_where_links_are_slow():
-    assert degrees_of_pipe(found("h100:1x8")) == {1}
-    result = found("h100:4x8", slow_bytes_per_s=1e7)
-    assert degrees_of_pipe(result) == {1, 2, 4}
-    on_stages = [cost for cost in result.ranked if cost.variant.mesh.get("pipe", 1) > 1]
-    sharded = [cost for cost in result.ranked if cost.variant.mesh["fsdp"] == 32]
-    assert min(cost.step_s for cost in on_stages) < min(cost.step_s for cost in sharded)
-    assert all("stages" in cost.variant.name for cost in on_stages)
+def test_stages_are_considered_between_hosts_and_chosen_for_few_tokens():
+    result = searched("h100:64x8", tokens=512)
+    assert degrees_of_pipe(result) == {1, 2, 4, 8, 16, 32, 64}
+    assert result.ranked[0].variant.mesh["pipe"] > 1
+    assert "stages" in result.ranked[0].variant.name
 
 
-def test_stages_are_not_chosen_where_communication_is_hidden():
-    result = found("h100:2x8")
-    assert result.ranked[0].variant.mesh.get("pipe", 1) == 1
+@pytest.mark.wide
+@pytest.mark.parametrize(("topology", "tokens"), [("h100:64x8", 2048), ("h100:1x8", 512)])
+def test_stages_are_not_chosen_where_communication_is_hidden(topology, tokens):
+    result = searched(topology, tokens)
+    best = min((*result.ranked, *result.too_large), key=lambda cost: cost.step_s)
+    assert best.variant.mesh.get("pipe", 1) == 1
