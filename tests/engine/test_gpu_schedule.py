@@ -223,7 +223,7 @@ def test_late_sending_has_the_next_microbatch_beside_it():
         windows = [w for w in staged(late=late).schedule.windows if w.kind == "collective-permute"]
         between_stages = [w for w in windows if w.axes == ("pipe",)]
         shares[late] = share(between_stages, [w for w in between_stages if w.is_overlapped])
-    # The last ticks of both loops send what nobody computes beside.
+    # In the last ticks of both loops there is nothing left to compute beside what is sent.
     assert shares[True] > 0.9
     assert shares[False] < 0.2
 
