@@ -205,9 +205,16 @@ def test_one_stack_in_several_loops():
     assert_step(lambda: Layered(nnx.Rngs(0), repeated), staged)
 
 
-@pytest.mark.parametrize(("layers", "places"), [(1, 2), (2, 4), wide(1, 4), wide(3, 2), wide(5, 4)])
-def test_fewer_layers_than_places_and_others_that_do_not_divide(layers, places):
+@pytest.mark.parametrize(("layers", "places"), [(3, 2), wide(5, 4)])
+def test_layers_that_do_not_divide(layers, places):
     assert_tower(layers, degrees={"pipe": places, "fsdp": 1})
+
+
+def test_fewer_layers_than_places_are_on_no_stages():
+    model = staged(tower(2), degrees={"pipe": 4, "fsdp": 1})
+    with pytest.raises(AssertionError, match="no loop ran on stages"), loops_on_stages():
+        results = nnx_results(model, weighted_loss, *EXAMPLES)
+    assert_equal(results, wanted(2))
 
 
 class Dense(nn.Module):
