@@ -40,7 +40,7 @@ def _plan(work: Work) -> _Plan:
         settings = ("accumulate=1", "model.scan=true", f"batch_size={work.setup.batch}")
         return _Plan(recipe="gpt2_small", settings=settings, save_every=50)
     small = ("batch_size=2", "sequence_length=16", "model.n_layer=1", "model.n_head=2", "model.d_model=16")
-    return _Plan(recipe="tiny", settings=(*small, "model.d_ff=32"), save_every=100)
+    return _Plan(recipe="tiny", settings=(*small, "model.d_ff=32"), save_every=400)
 
 
 class _Run:
@@ -128,7 +128,8 @@ def _wait_for_steps(run: _Run, process: subprocess.Popen[bytes], since: float, l
     """Waits until the resumed run has done a step; returns what it has written since a time."""
     while True:
         steps = run.steps(since)
-        if steps and steps[-1]["step"] >= last_step:
+        # The history has the restore only with the save that follows it.
+        if steps and steps[-1]["step"] >= last_step and run.operations("restore"):
             return steps
         _check(process)
 
