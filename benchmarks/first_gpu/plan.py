@@ -182,7 +182,7 @@ def table(figures: Figures) -> list[str]:
     """Returns the lines of the report."""
     settings = " ".join(f"--set {setting}" for setting in figures.get("settings", []))
     lines = [f"models/gpt.py --recipe {figures.get('recipe')} {settings}, on one device.", ""]
-    times_s = figures.get("step_s")
+    times_s: list[float] = figures.get("step_s", [])
     spread = Spread.of(times_s) if times_s else None
     if spread:
         lines += [f"Measured: {spread.text('.2f', 1e3)} ms a step, median of {len(times_s)} (least to most).", ""]

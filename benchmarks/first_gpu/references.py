@@ -1,4 +1,4 @@
-"""What kernels are held against: their formulas in float64 on the CPU, and the gradients that JAX derives of these."""
+"""What kernels are compared with: their formulas in float64 on the CPU, and the gradients that JAX derives of these."""
 
 from __future__ import annotations
 
