@@ -10,6 +10,8 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax
+
 from benchmarks.first_gpu.parts import CARD, PARTS
 from benchmarks.first_gpu.session import DONE, PartResult, Session
 from benchmarks.first_gpu.worker import Figures, Setup
@@ -39,6 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(*, quick: bool, minutes: float, device: str | None, parts: str | None, batch: int) -> Iterator[dict[str, Json]]:
     """Yields the figures after each part; see `arguments`."""
     names = [CARD, *_chosen(parts)]
+    # This process must not take the memory of the GPU; its report counts devices.
+    jax.config.update("jax_platforms", "cpu")
     device = device or ("cpu" if quick else "gpu")
     if not minutes > 0 or batch < 1:
         sys.exit(f"first_gpu: --minutes {minutes:g} must be more than 0, and --batch {batch} 1 or more")

@@ -15,6 +15,7 @@ from benchmarks.first_gpu.references import both_ways, exact, relative_error
 from benchmarks.first_gpu.worker import Figures, Work
 from benchmarks.overlap import kernel_times
 from benchmarks.overlap.programs import MOST_ERROR
+from benchmarks.overlap.session import alive
 from benchmarks.tables import markdown_table
 from jshard import kernels
 from jshard.errors import FourPartError
@@ -88,8 +89,8 @@ def measure(work: Work) -> None:
     for case in _cases(quick=work.setup.quick):
         try:
             errors += _errors(case, on_cpu=work.setup.device == "cpu")
-        except (FourPartError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            work.leave_out(case.name, reason(error))
+        except Exception as error:
+            _leave_out_failed(work, case.name, error)
         work.keep(errors=[dataclasses.asdict(row) for row in errors])
     _measure_times(work)
 
@@ -104,8 +105,8 @@ def _measure_times(work: Work) -> None:
         print(case.name, flush=True)
         try:
             times += kernel_times.measure(case, rounds=rounds)
-        except (FourPartError, jax.errors.JaxRuntimeError) as error:
-            work.leave_out(f"{case.name}, times", reason(error))
+        except Exception as error:
+            _leave_out_failed(work, f"{case.name}, times", error)
         work.keep(times=[dataclasses.asdict(row) for row in times])
 
 
@@ -116,11 +117,22 @@ def _timed_cases(work: Work) -> tuple[kernel_times.Case, ...]:
     return (kernel_times.Case(kernel="rms_norm", shape="8 x 128", arrays=shapes, backend="interpret"),)
 
 
+def _leave_out_failed(work: Work, name: str, error: Exception) -> None:
+    """Notes why a kernel is left out: on a card that it never ran on, an error of any kind costs only itself.
+
+    Raises:
+        Exception: the same, if the device runs nothing any more, as after an access to memory that is not there.
+    """
+    work.leave_out(name, reason(error))
+    if not alive():
+        raise error
+
+
 def reason(error: Exception) -> str:
     """Returns why something could not run, in one line."""
     if isinstance(error, FourPartError):
         return f"{error.what} {' '.join(error.why.split())}"
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _errors(case: _Case, *, on_cpu: bool) -> list[ErrorRow]:

@@ -26,7 +26,8 @@ class _Plan:
     """The run, and when it is killed."""
 
     recipe: str
-    settings: Sequence[str]
+    batch: int  # sequences of a step
+    settings: Sequence[str]  # others
     save_every: int  # steps
 
     @property
@@ -37,10 +38,10 @@ class _Plan:
 
 def _plan(work: Work) -> _Plan:
     if not work.setup.quick:
-        settings = ("accumulate=1", "model.scan=true", f"batch_size={work.setup.batch}")
-        return _Plan(recipe="gpt2_small", settings=settings, save_every=50)
-    small = ("batch_size=2", "sequence_length=16", "model.n_layer=1", "model.n_head=2", "model.d_model=16")
-    return _Plan(recipe="tiny", settings=(*small, "model.d_ff=32"), save_every=400)
+        settings = ("accumulate=1", "model.scan=true")
+        return _Plan(recipe="gpt2_small", batch=work.setup.batch, settings=settings, save_every=50)
+    small = ("sequence_length=16", "model.n_layer=1", "model.n_head=2", "model.d_model=16", "model.d_ff=32")
+    return _Plan(recipe="tiny", batch=2, settings=small, save_every=400)
 
 
 class _Run:
@@ -54,9 +55,10 @@ class _Run:
         """Starts it; what it prints is part of what this process prints."""
         plan = self._plan
         settings = {
+            "batch_size": plan.batch,
             "checkpoint_every": plan.save_every,
             "eval_every": _NO_EVALUATION,
-            "eval_sequences": 2,
+            "eval_sequences": plan.batch,
         }
         words = [sys.executable, "-m", "jshard", "train", MODEL, "--recipe", plan.recipe, "--mesh", "fsdp=1"]
         words += ["--steps", str(_NO_EVALUATION), "--sample-tokens", "0", "--track", "--out", str(self._out)]
@@ -88,7 +90,7 @@ def measure(work: Work) -> None:
     """Trains until some steps after a save, kills the run, resumes it, and compares the steps that both have done."""
     plan = _plan(work)
     run = _Run(plan, work.folder / "run")
-    work.keep(recipe=plan.recipe, settings=list(plan.settings))
+    work.keep(recipe=plan.recipe, settings=[f"batch_size={plan.batch}", *plan.settings])
     process = run.start()
     try:
         saved_step = _wait_for_save(run, plan, process)
