@@ -12,7 +12,8 @@ class Case:
     """A module with `TITLE`, `MEASURES_TIME`, `run(quick=...)` and `table(result)`.
 
     It may have `arguments(parser)`, whose options `run` takes as keywords, `pictures(result, folder, stem)`, and
-    `merged(reports)`, for processes that are measured separately.
+    `merged(reports)`, for processes that are measured separately. `run` may be an iterator of results that grow: the
+    report is written after each.
     """
 
     module: str
@@ -37,5 +38,6 @@ CASES = {
     "checkpoint": Case("checkpoint", "saving and restoring, beside Orbax as it is, PyTorch's DCP, and plain files"),
     "reshard": Case("reshard", "a model moved to another mesh in memory, beside a checkpoint that is restored there"),
     "sampling": Case("sampling", "tokens per second of jshard sample, with and without what is kept of those before"),
+    "first_gpu": Case("first_gpu.case", "the day a GPU is there: all that one GPU can say, in some minutes"),
     "copies": Case("copies", "what copies in memory cost beside none, and beside checkpoints as often"),
 }

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,21 +19,23 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 _QUIET_LOAD = 0.25  # per core
 
 
-def measure(case: str, *, quick: bool, note: str = "", **options: Any) -> dict[str, Any]:
-    """The figures of a case, with the information needed to judge them."""
+def measure(case: str, *, quick: bool, note: str = "", **options: Any) -> Iterator[dict[str, Any]]:
+    """The figures of a case, with the information needed to judge them; of a case whose results grow after each."""
     module = CASES[case].load()
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")  # one for all of them: it names the file
     before = _load()
-    result = module.run(quick=quick, **options)
-    return {
-        "case": case,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "quick": quick,
-        "note": note,
-        "machine": _machine(),
-        "load_per_core_before": before,
-        "versions": _versions() | result.get("worker_versions", {}),
-        **result,
-    }
+    results = module.run(quick=quick, **options)
+    for result in results if isinstance(results, Iterator) else [results]:
+        yield {
+            "case": case,
+            "date": date,
+            "quick": quick,
+            "note": note,
+            "machine": _machine(),
+            "load_per_core_before": before,
+            "versions": _versions() | result.get("worker_versions", {}),
+            **result,
+        }
 
 
 def write(report: dict[str, Any], out: Path) -> list[Path]:

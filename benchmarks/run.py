@@ -40,8 +40,10 @@ def main() -> None:
         _add_options(parser, first[0])
     args = vars(parser.parse_args())
     case, out, files = args.pop("case"), args.pop("out"), args.pop("files")
-    report = merge([Path(file) for file in files]) if case == "merge" else measure(case, **args)
-    for path in write(report, out):
+    reports = iter([merge([Path(file) for file in files])]) if case == "merge" else measure(case, **args)
+    for report in reports:
+        paths = write(report, out)  # of a case that grows each one: what there is survives the end of this process
+    for path in paths:
         print(path)
     print("\n" + markdown(report))
 

@@ -27,8 +27,8 @@ from jshard.errors import FourPartError, RunError
 from jshard.occupancy import ASSUMED_CTAS, CommFootprint, GpuFacts, footprint, gpu
 
 _SECONDS = 540.0  # within ten minutes, with what Python and JAX take to begin and to end
-_LINK_GB_S = 300.0  # an assumption: about two thirds of NVLink's 450 GB/s one way
-_QUICK_ROUNDS = 2
+LINK_GB_S = 300.0  # an assumption: about two thirds of NVLink's 450 GB/s one way
+QUICK_ROUNDS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=None, help=f"times of each setting ({ROUNDS})")
     add("--ctas", type=int, default=ASSUMED_CTAS, help="blocks of the collective (%(default)s)")
     add("--nccl", default=None, metavar="VERSION", help="whose blocks the load has; by default the one installed")
-    add("--link-gb-s", type=float, default=_LINK_GB_S, help="rate of a load that is no collective (%(default)g)")
+    add("--link-gb-s", type=float, default=LINK_GB_S, help="rate of a load that is no collective (%(default)g)")
     add("--list", action="store_true", help="print what there is to measure; needs no GPU with --gpu")
     add("--gpu", default=None, help="for --list: h200, a100, ...")
     add("--report", action="store_true", help="write the report again from the figures; needs no GPU")
@@ -152,7 +152,7 @@ def _measure(args: argparse.Namespace) -> int:
     comm = footprint("ring", gpu=facts, version=args.nccl or nccl_version(), ctas=args.ctas)
     found = {task.name: task for task in tasks(facts, comm, quick=args.quick)}
     names = chosen(list(found), args.only)
-    rounds = args.rounds or (_QUICK_ROUNDS if args.quick else ROUNDS)
+    rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     session = Session(facts, comm, bytes_per_s=args.link_gb_s * 1e9, rounds=rounds)
     described = conditions(device, comm, load=session.how, link_gb_s=args.link_gb_s, rounds=rounds, quick=args.quick)
     record = continued(args.out, f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC", described)

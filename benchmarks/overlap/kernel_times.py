@@ -30,6 +30,7 @@ class Case:
     shape: str  # in words
     arrays: Mapping[str, tuple[int, ...]] = dataclasses.field(hash=False)  # the shapes by argument
     settings: tuple[tuple[str, Any], ...] = ()  # its other arguments, as pairs
+    backend: str = "mosaic"  # the form of the kernel
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class Case:
 
     def ours(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The kernel."""
-        return getattr(kernels, self.kernel)(**arrays, **dict(self.settings), backend="mosaic")
+        return getattr(kernels, self.kernel)(**arrays, **dict(self.settings), backend=self.backend)
 
     def plain(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The same by XLA; of products its dot."""

@@ -148,12 +148,7 @@ def load(path: Path) -> Record:
         found = json.loads(path.read_text())
         if found.pop("format") != _FORMAT:
             raise ValueError("it was written by another version of the benchmark")
-        if found["placement"]:
-            found["placement"]["began"] = {int(n): began for n, began in found["placement"]["began"].items()}
-            found["placement"] = Placement(**found["placement"])
-        found["kernels"] = {name: tuple(KernelTime(**one) for one in each) for name, each in found["kernels"].items()}
-        found["rows"] = {name: tuple(map(_row, each)) for name, each in found["rows"].items()}
-        return Record(**found)
+        return parsed(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             "The figures cannot be read.",
@@ -163,9 +158,20 @@ def load(path: Path) -> Record:
         ) from error
 
 
-def _row(found: dict[str, Any]) -> Row:
-    found["knobs"] = found["knobs"] and Occupancy(**found["knobs"])
-    return Row(**found)
+def parsed(fields: Mapping[str, Any]) -> Record:
+    """Returns the record of which these are the fields, as JSON has them."""
+    placement = fields["placement"]
+    if placement:
+        began = {int(registers): began for registers, began in placement["began"].items()}
+        placement = Placement(**{**placement, "began": began})
+    kernels = {name: tuple(KernelTime(**time) for time in times) for name, times in fields["kernels"].items()}
+    rows = {name: tuple(map(_row, group)) for name, group in fields["rows"].items()}
+    return Record(**{**fields, "placement": placement, "kernels": kernels, "rows": rows})
+
+
+def _row(fields: Mapping[str, Any]) -> Row:
+    knobs = fields["knobs"]
+    return Row(**{**fields, "knobs": Occupancy(**knobs) if knobs else None})
 
 
 def newest(folder: Path) -> Record | None:

@@ -48,7 +48,7 @@ def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = (), pictures: 
         "",
         *_legend(record),
         "",
-        *_table(_COLUMNS, [_cells(r, record.all_rows) for r in record.all_rows]),
+        *grid_table(record),
     ]
     lines += ["", "## Kernels alone", "", *_kernels(record), ""]
     if record.failed:
@@ -56,6 +56,11 @@ def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = (), pictures: 
     if pictures:
         lines += ["## Pictures", "", *(f"![{name}]({name})" for name in pictures), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def grid_table(record: Record) -> list[str]:
+    """The rows of all groups."""
+    return _table(_COLUMNS, [_cells(row, record.all_rows) for row in record.all_rows])
 
 
 def _conditions(record: Record) -> list[str]:

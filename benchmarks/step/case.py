@@ -68,15 +68,20 @@ def run(
         wait_s=wait,
         torch_python=torch_python,
     )
-    measured = session.measure(candidates.chosen(only, deep=sizes.n_layer > 24))
+    return result_of(session, session.measure(candidates.chosen(only, deep=sizes.n_layer > 24)))
+
+
+def result_of(session: Session, measured: dict[str, Any]) -> dict[str, Any]:
+    """The result of a session, from the figures that it has so far."""
+    measured = dict(measured)
     others = measured.pop("others_share")
     return {
-        "sizes": dataclasses.asdict(sizes),
-        "device": device,
+        "sizes": dataclasses.asdict(session.sizes),
+        "device": session.device,
         "devices": sorted({row["facts"]["device"] for row in measured["candidates"].values()}),
-        "peak_flops_per_s": None if on_cpu else _peak(measured["candidates"]),
-        "processes": place.processes,
-        "measured_processes": list(place.mine),
+        "peak_flops_per_s": None if session.device == "cpu" else _peak(measured["candidates"]),
+        "processes": session.place.processes,
+        "measured_processes": list(session.place.mine),
         "rounds": session.rounds,
         "steps": session.steps,
         "alive": session.alive,

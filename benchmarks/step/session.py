@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks.quiet import busy_share, wait_for_quiet
@@ -35,6 +35,14 @@ class Session:
             "candidates": by name, the facts and by process the rounds; "left_out": why some have none;
             "others_share": of the cores' time that other programs took between the turns.
         """
+        *_, last = self.growing(candidates)
+        return last
+
+    def growing(self, candidates: Iterable[Candidate]) -> Iterator[dict[str, Any]]:
+        """Yields the figures as they grow: after each turn of the first round, after each later round, and at the end.
+
+        Always as many rounds of each candidate as of the others, for they are compared round by round.
+        """
         found: dict[str, Any] = {}
         left_out: dict[str, str] = {}
         turns = _Turns(self, list(candidates), left_out)
@@ -50,15 +58,12 @@ class Session:
                     if candidate.name not in left_out:
                         busy.append(busy_share())
                         self._turn(turns, candidate, round_, found, left_out)
+                        if round_ == 0:
+                            yield _figures(turns, found, left_out, busy)
+                yield _figures(turns, found, left_out, busy)
         finally:
             turns.close()
-        names = [c.name for c in turns.candidates if c.name in found and c.name not in left_out]
-        known = [share for share in busy if share is not None]
-        return {
-            "candidates": {name: found[name] for name in names},
-            "left_out": left_out,
-            "others_share": statistics.median(known) if known else None,
-        }
+        yield _figures(turns, found, left_out, busy)
 
     def _turn(self, turns: _Turns, candidate: Candidate, round_: int, found: dict, left_out: dict) -> None:
         try:
@@ -72,6 +77,16 @@ class Session:
             mine = row["processes"].setdefault(str(process), {"first_loss": begun["losses"][0], "rounds": []})
             mine["rounds"].append(answer)
         print(f"round {round_ + 1}: {candidate.name:<18}{1e3 * answers[0]['step_s']:9.1f} ms", flush=True)
+
+
+def _figures(turns: _Turns, found: dict, left_out: dict[str, str], busy: list[float | None]) -> dict[str, Any]:
+    names = [c.name for c in turns.candidates if c.name in found and c.name not in left_out]
+    known = [share for share in busy if share is not None]
+    return {
+        "candidates": {name: found[name] for name in names},
+        "left_out": left_out,
+        "others_share": statistics.median(known) if known else None,
+    }
 
 
 def _leave_out(candidate: Candidate, error: CandidateError, left_out: dict[str, str]) -> None:
