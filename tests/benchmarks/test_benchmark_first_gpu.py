@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 SETUP = Setup(device="cpu", quick=True, batch=1, seconds=0.0)
 
 
+@pytest.mark.wide
 def test_a_dry_run_has_figures_of_every_part(tmp_path):
     minutes = "60"  # no share is short, also on a machine that is loaded
     run = subprocess.run(
