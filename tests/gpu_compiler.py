@@ -9,7 +9,7 @@ from jshard.errors import MissingExtraError
 def _missing() -> str:
     """Why the compiler is not here; empty where it is."""
     try:
-        require_compiler("gpu")
+        require_compiler("cuda")
     except MissingExtraError as error:
         return str(error)
     return ""

@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from jshard import _compat
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, device_of
+from jshard.facts.gpu_target import AmdTarget, NvidiaTarget
 
 GPU = "gpu"
 TPU = "tpu"
@@ -64,6 +65,7 @@ _AMPERE: tuple[Entry, ...] = (
     _ESTIMATOR if _compat.ESTIMATES_AMPERE else _EARLY,
 )
 _HOPPER = 9  # its compute capability
+_AMD = {"gfx90a": _AMPERE, "gfx942": ()}
 
 _TPU_GATHERS: tuple[Entry, ...] = (
     {"xla_tpu_enable_async_collective_fusion": True},
@@ -166,6 +168,9 @@ def _entries(profile: str | None, platform: str) -> tuple[Entry, ...]:
     device = DEVICES.get(platform)
     if not entries or device is None or device.target is None:
         return entries
+    if isinstance(device.target, AmdTarget):
+        return (*entries, *_AMD[device.target.gfx])
+    assert isinstance(device.target, NvidiaTarget)
     if device.target.major < _HOPPER:
         return (*entries, *_AMPERE)
     if device.hosts_share_links:

@@ -85,7 +85,7 @@ def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: None)
     with pytest.raises(MissingExtraError) as error:
-        require_compiler("gpu")
+        require_compiler("cuda")
     assert str(error.value) == (
         "The GPU compiler is not installed.\n"
         "  where: jshard plan --topology\n"
@@ -99,7 +99,7 @@ def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
 def test_a_compiler_of_another_version_is_named_with_the_version_to_install(monkeypatch):
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.12.0"))
     with pytest.raises(MissingExtraError) as error:
-        require_compiler("gpu")
+        require_compiler("cuda")
     assert error.value.why == "jax-cuda12-plugin has version 0.12.0, jaxlib 0.10.2."
     assert error.value.do == "pip install jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2"
 
@@ -108,7 +108,7 @@ def test_a_missing_assembler_is_named(monkeypatch):
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.10.2"))
     monkeypatch.setattr(module, "_has_ptxas", lambda: False)
     with pytest.raises(MissingExtraError, match="ptxas, CUDA's assembler, is missing") as error:
-        require_compiler("gpu")
+        require_compiler("cuda")
     assert error.value.do == "pip install nvidia-cuda-nvcc-cu12"
 
 
