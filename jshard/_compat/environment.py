@@ -20,7 +20,6 @@ from pathlib import Path
 from jshard._compat import private_names
 
 
-
 @dataclasses.dataclass(frozen=True)
 class GpuPlugins:
     """JAX's plugins for the GPUs of one vendor.

@@ -243,7 +243,7 @@ class _Segment:
         """The address behind it."""
         return self.start + len(self.content)
 
-    def add(self, content: bytes) -> int:
+    def add(self, content: bytes | bytearray) -> int:
         """Adds bytes at the next multiple of 16, and returns their address."""
         self.content += b"\0" * (-len(self.content) % 16)
         address = self.end

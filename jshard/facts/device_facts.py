@@ -143,11 +143,6 @@ class DeviceFacts:
             "target": self.spec,
         }
 
-    @property
-    def unsourced(self) -> bool:
-        """Whether only bounds are known of the time of its matrix products."""
-        return isinstance(self.matmul, Bounds)
-
     def product_flops_per_s(self, dtype: str) -> float:
         """Returns the peak of matrix products over arrays of a dtype, at JAX's default precision.
 
