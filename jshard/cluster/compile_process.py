@@ -22,7 +22,7 @@ from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.child_process import CompileError, answer
 from jshard.cluster.compile import CompiledStep, CompileRequest, TooLargeError
 from jshard.cluster.options import Options, compile_nothing, options_for
-from jshard.cluster.rocm_limits import check_rocm
+from jshard.cluster.rocm_stubs import check_rocm
 from jshard.cluster.topology import Topology, parse_topology, topology_devices, traced_for_device
 from jshard.engine.context import plain_flax
 from jshard.errors import FourPartError

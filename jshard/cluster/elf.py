@@ -13,6 +13,8 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+_MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+
 # Section types, and tags of the dynamic section.
 _SHT_DYNAMIC = 6
 _SHT_DYNSYM = 11
@@ -90,9 +92,12 @@ def read_imports(path: Path) -> Imports:
     Raises:
         ElfError: it is not a shared library for 64-bit Linux, or has no table of versions.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content[:6] != b"\x7fELF\x02\x01":
+    with path.open("rb") as file:
+        # Before it is mapped: an empty file cannot be.
+        if file.read(len(_MAGIC)) != _MAGIC:
             raise ElfError(f"{path} is not a shared library for 64-bit Linux.")
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with content:
         try:
             return _Library(content).imports()
         except (KeyError, IndexError, struct.error) as error:
@@ -258,10 +263,10 @@ def shared_library(soname: str, functions: Sequence[Function]) -> bytes:
         soname: its name, by which the loader knows it once it is loaded.
         functions: what it defines.
     """
-    return _Writer(soname, functions).library()
+    return _LibraryWriter(soname, functions).library()
 
 
-class _Writer:
+class _LibraryWriter:
     """The parts of a library to write.
 
     The loader reads the program headers only, so there are no sections. Headers, code and tables are one segment;
@@ -359,7 +364,7 @@ class _Writer:
         form = "<HHIQQQIHHHHHH"
         sizes = (_HEADER_BYTES, _PROGRAM_HEADER_BYTES, _NUM_PROGRAM_HEADERS, 64, 0, 0)
         fields = struct.pack(form, shared_object, x86_64, version, 0, _HEADER_BYTES, 0, 0, *sizes)
-        return b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + fields
+        return (_MAGIC + b"\x01").ljust(16, b"\0") + fields
 
 
 def _program_header(kind: int, flags: int, start: int, size: int) -> bytes:

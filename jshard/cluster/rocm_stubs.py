@@ -5,21 +5,30 @@ it. But the plugin also needs the libraries that run programs, and the loader re
 one is written as a small library with the functions that the plugin's own tables name, and loaded before the plugin.
 There is no list of these names to maintain.
 
-Nothing runs, so the plugin calls few of them: where it asks for devices, it is told that there are none. A function
+Nothing runs, so the plugin calls few of them: where it asks for devices, the answer is that there are none. A function
 that a later version calls returns an error, which the plugin handles or reports; at worst it aborts, which is why this
-happens in the process that compiles and nowhere else.
+happens in the process that compiles and nowhere else. Programs that need more are refused, by `check_rocm`.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from jshard.cluster.elf import Code, Function, Import, by_library, read_imports, shared_library
+import jax
 
-_HIP = "libamdhip64.so"  # the library of the driver; its file name goes on with a version
+from jshard import _compat
+from jshard._text import counted
+from jshard.cluster.elf import Code, Function, Import, by_library, read_imports, shared_library
+from jshard.errors import ShardingError
+
+# ---- stand-ins
+
+_HIP = "libamdhip64.so"  # the library of the driver; a version follows in its file name
 _NO_DEVICE = Code.returning(100)  # hipErrorNoDevice
 _ERROR = Code.returning(1)  # an error of each of the others
 _TEXT = Code.returning_address(b"ROCm is not installed\0")
@@ -96,3 +105,51 @@ def _stub(symbol: Import) -> Function:
     """Returns the function that stands for a symbol."""
     general = _NO_DEVICE if symbol.library.startswith(_HIP) else _ERROR
     return Function(symbol.name, symbol.version, _SPECIAL.get(symbol.name, general))
+
+
+# ---- programs that cannot be compiled with them
+
+_CONVOLUTION = re.compile(r"\bstablehlo\.convolution\b")
+# Calls of a library: JAX registers what they call where its ROCm plugin finds a GPU, and nowhere else.
+_LIBRARY_CALL = re.compile(r"\bstablehlo\.custom_call @(hip\w+)")
+
+
+def check_rocm(lowered: jax.stages.Lowered, *, where: str) -> None:
+    """Refuses a program that cannot be compiled for AMD GPUs here; does nothing on a machine with such a GPU.
+
+    Args:
+        lowered: the program, lowered for AMD GPUs.
+        where: what is compiled, for the error.
+
+    Raises:
+        ShardingError: the program has operations that need a GPU while they are compiled.
+    """
+    if not _compat.ROCM.are_useless({}):
+        return
+    reasons = _reasons(lowered.as_text())
+    if reasons:
+        raise ShardingError(
+            "The step cannot be compiled for AMD GPUs on a machine without one.",
+            where=where,
+            why="\n".join(reasons),
+            do="jshard plan without --topology estimates its memory and communication, and compiles nothing.",
+        )
+
+
+def _reasons(program: str) -> list[str]:
+    """Returns why a program cannot be compiled, a line for each kind of operation."""
+    reasons = []
+    num_convolutions = len(_CONVOLUTION.findall(program))
+    if num_convolutions:
+        reasons.append(
+            f"it has {counted(num_convolutions, 'convolution', 'convolutions')}:"
+            " XLA takes their kernels from MIOpen, which finds no GPU."
+        )
+    calls = collections.Counter(_LIBRARY_CALL.findall(program))
+    if calls:
+        names = ", ".join(calls)
+        reasons.append(
+            f"it calls {names}, for decompositions such as Cholesky's:"
+            " JAX registers these for its ROCm plugin only where that finds a GPU."
+        )
+    return reasons
