@@ -1,6 +1,6 @@
 """Shared libraries as bytes, for 64-bit Linux on x86: what one needs of others is read, and small ones are written.
 
-The names of the tables and fields are those of the ELF specification and of the gABI's symbol versions.
+The names of the tables and fields are those of the ELF specification, and of GNU's symbol versions (LSB).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def read_imports(path: Path) -> Imports:
     with content:
         try:
             return _Library(content).imports()
-        except (KeyError, IndexError, struct.error) as error:
+        except (KeyError, IndexError, UnicodeDecodeError, struct.error) as error:
             raise ElfError(f"{path} has no table of symbols, or a damaged one: {error!r}.") from error
 
 
@@ -109,8 +109,8 @@ class _Library:
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
-        (start,) = self._unpacked("<Q", 0x28)
-        size, count = self._unpacked("<HH", 0x3A)
+        (start,) = self._unpacked("<Q", 0x28)  # e_shoff of the header
+        size, count = self._unpacked("<HH", 0x3A)  # e_shentsize, e_shnum
         self._sections = [self._section(start + i * size) for i in range(count)]
         self._by_kind = {section.kind: section for section in reversed(self._sections)}  # the first of each kind
         symbols = self._by_kind[_SHT_DYNSYM]
@@ -169,6 +169,14 @@ class _Library:
             if not following:
                 return sources
             offset += following
+
+
+def by_library(symbols: Sequence[Import]) -> dict[str, list[Import]]:
+    """Returns symbols by the library that they are taken from; those of an unknown one under ""."""
+    groups = collections.defaultdict[str, list[Import]](list)
+    for symbol in symbols:
+        groups[symbol.library].append(symbol)
+    return dict(groups)
 
 
 # ---- writing
@@ -382,11 +390,3 @@ def _elf_hash(name: str) -> int:
         high = value & 0xF0000000
         value = (value ^ (high >> 24)) & ~high & 0xFFFFFFFF
     return value
-
-
-def by_library(symbols: Sequence[Import]) -> dict[str, list[Import]]:
-    """Returns symbols by the library that they are taken from; those of an unknown one under ""."""
-    groups = collections.defaultdict[str, list[Import]](list)
-    for symbol in symbols:
-        groups[symbol.library].append(symbol)
-    return dict(groups)
