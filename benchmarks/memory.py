@@ -101,7 +101,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     Returns:
         "rows": a dict per case.
     """
-    require("gpu")
+    require("cuda")
     rows = []
     for case in QUICK if quick else FULL:
         print(f"compiling {case.name}: {case.command}", flush=True)

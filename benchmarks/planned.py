@@ -36,15 +36,15 @@ class Point:
 
 def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Compiles the points, one after another; if a step cannot be compiled, its row has the reason."""
-    for platform in {parse_topology(point.request.topology).device.platform for point in points}:
-        require(platform)
+    for compiler in {parse_topology(point.request.topology).device.compiler for point in points}:
+        require(compiler)
     return [_row(point) for point in points]
 
 
-def require(platform: str) -> None:
-    """Ends the run, and prints what to install, if the compiler of a platform is missing."""
+def require(compiler: str) -> None:
+    """Ends the run, and prints what to install, if a compiler is missing."""
     try:
-        require_compiler(platform)
+        require_compiler(compiler)
     except MissingExtraError as error:
         raise SystemExit(str(error)) from error
 

@@ -66,8 +66,8 @@ def run(*, quick: bool, rows: Path = _ROWS, only: str = "") -> dict[str, Any]:
     if importlib.util.find_spec("libtpu") is None and not all(map(_is_tpu, asked)):
         asked = [row for row in asked if not _is_tpu(row)]
         print("rows of TPUs are left out: they need the extra plan-tpu, too", flush=True)
-    for platform in {"tpu" if _is_tpu(row) else "gpu" for row in asked}:
-        require(platform)
+    for compiler in {parse_topology(row["topology"]).device.compiler for row in asked}:
+        require(compiler)
     return {"rows": [_planned(row) for row in asked]}
 
 

@@ -1,4 +1,4 @@
-"""The real compiler of XLA:GPU, for a cluster that is not there: it needs the extra `plan-gpu`, and no GPU."""
+"""XLA's real compilers for GPUs, for a cluster that is not there: they need an extra, and no GPU."""
 
 import pytest
 
@@ -6,18 +6,22 @@ from jshard.cluster.topology import require_compiler
 from jshard.errors import MissingExtraError
 
 
-def _missing() -> str:
-    """Why the compiler is not here; empty where it is."""
+def _missing(compiler: str) -> str:
+    """Why a compiler is not here; empty where it is."""
     try:
-        require_compiler("gpu")
+        require_compiler(compiler)
     except MissingExtraError as error:
         return str(error)
     return ""
 
 
-_MISSING = _missing()
+def _needs(compiler: str) -> pytest.MarkDecorator:
+    missing = _missing(compiler)
+    return pytest.mark.skipif(bool(missing), reason=missing.replace("\n", " "))
 
-needs_gpu_compiler = pytest.mark.skipif(bool(_MISSING), reason=_MISSING.replace("\n", " "))
+
+needs_gpu_compiler = _needs("cuda")
+needs_rocm_compiler = _needs("rocm")
 without_gpu_compiler = pytest.mark.skipif(
-    not _MISSING, reason="tests what is printed without the extra plan-gpu; it is here"
+    not _missing("cuda"), reason="tests what is printed without the extra plan-gpu; it is here"
 )

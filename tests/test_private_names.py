@@ -371,6 +371,13 @@ def _cluster_types(name, monkeypatch, tmp_path):
     assert _compat.launcher_cluster(launcher) is None
 
 
+@case(private_names.PLUGIN_IS_LOADED, private_names.REGISTER_PLUGIN)
+def _rocm(name, monkeypatch, tmp_path):
+    remove(monkeypatch, name)
+    with pytest.raises(UnsupportedVersionError, match="plans for AMD GPUs depend on this private name"):
+        _compat.register_rocm(tmp_path / "plugin.so")
+
+
 @case(private_names.DISTRIBUTED_CLIENT)
 def _coordinator(name, monkeypatch, tmp_path):
     assert _compat.coordinator() is None  # one process

@@ -78,7 +78,7 @@ def compile_calls(
     Example:
         >>> ((forward, *backward),) = compile_calls([KernelCall(kernel="matmul", shapes={"x": (8, 64), "w": (64, 64)})])
     """
-    require_compiler("gpu", where="registers and spills of a kernel")
+    require_compiler("cuda", where="registers and spills of a kernel")
     with tempfile.TemporaryDirectory(prefix="jshard-kernels-") as name:
         folder = Path(name)
         started = run_child(

@@ -1,4 +1,4 @@
-"""The process and its dependencies: installed versions, JAX's CUDA plugin, and meetings and ends of processes.
+"""The process and its dependencies: installed versions, JAX's plugins for GPUs, and meetings and ends of processes.
 
 Nothing here imports jax at its top, because a useless plugin must be hidden before.
 """
@@ -6,6 +6,7 @@ Nothing here imports jax at its top, because a useless plugin must be hidden bef
 import atexit
 import concurrent.futures.thread  # noqa: F401  it closes the pools: callbacks registered after it run before it
 import contextlib
+import dataclasses
 import functools
 import glob
 import importlib.metadata
@@ -14,44 +15,88 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from jshard._compat import private_names
 
-CUDA_VERSIONS = ("cuda12", "cuda13")  # with a plugin of JAX
+
+@dataclasses.dataclass(frozen=True)
+class GpuPlugins:
+    """JAX's plugins for the GPUs of one vendor.
+
+    Attributes:
+        platform: JAX's name of it.
+        versions: of the vendor's software, each with a plugin of its own; the first installed one is used.
+        device_files: patterns of the files that a machine with such a GPU has.
+    """
+
+    platform: str
+    versions: tuple[str, ...]
+    device_files: tuple[str, ...]
+
+    def are_useless(self, environ: Mapping[str, str], *, devices: str = "/dev") -> bool:
+        """Returns whether no such GPU is visible, and the user has not asked for one by name."""
+        platforms = {name.strip() for name in environ.get("JAX_PLATFORMS", "").split(",")}
+        if platforms & {self.platform, "gpu"}:
+            return False
+        return not any(glob.glob(f"{devices}/{pattern}") for pattern in self.device_files)
+
+    def hide(self) -> None:
+        """Keeps jax from loading them; call it before jax looks for plugins."""
+        for version in self.versions:
+            # Python's form of: no such module
+            sys.modules[f"jax_{version}_plugin"] = None  # type: ignore[assignment]
+            # JAX finds the plugin's folder on disk, and imports it by this name: it gets the empty module.
+            empty = types.ModuleType(f"jax_plugins.xla_{version}")
+            empty.initialize = lambda: None  # type: ignore[attr-defined]  # called by jax for every plugin
+            sys.modules[empty.__name__] = empty
+
 
 # The device files that JAX looks for, in any number; that of a Jetson; and that of WSL.
-_NVIDIA = ("nvidia*", "nvhost*", "dxg")
+CUDA = GpuPlugins("cuda", versions=("cuda12", "cuda13"), device_files=("nvidia*", "nvhost*", "dxg"))
+ROCM = GpuPlugins("rocm", versions=("rocm7", "rocm10"), device_files=("kfd", "dxg"))
 
 
-def hide_useless_cuda() -> None:
-    """Keeps jax from loading its CUDA plugin if it is useless; call it before jax is imported.
+def hide_useless_plugins() -> None:
+    """Keeps jax from loading plugins for GPUs that are not here; call it before jax is imported.
 
-    Without a GPU the plugin only prints: its libraries report at `import jax` that there is no driver, and its version
-    check ends in a traceback. JAX_PLATFORMS=cpu does not avoid the first, and also switches off TPUs. A process that
-    compiles for absent GPUs (`jshard.cluster.compile_process`) does not call this.
+    Without a GPU they only print. The libraries of CUDA's report at `import jax` that there is no driver, and its
+    version check ends in a traceback; so does ROCm's start. JAX_PLATFORMS=cpu avoids neither the report nor the second
+    traceback, and also switches off TPUs. A process that compiles for absent GPUs (`jshard.cluster.compile_process`)
+    does not call this.
     """
-    if "jax" in sys.modules or not is_cuda_useless(os.environ):
+    if "jax" in sys.modules:
         return
-    for version in CUDA_VERSIONS:
-        sys.modules[f"jax_{version}_plugin"] = None  # type: ignore[assignment]  # Python's form of: no such module
-        # JAX finds the plugin's folder on disk, and imports it by this name: it gets the empty module.
-        empty = types.ModuleType(f"jax_plugins.xla_{version}")
-        empty.initialize = lambda: None  # type: ignore[attr-defined]  # called by jax for every plugin
-        sys.modules[empty.__name__] = empty
+    for plugins in (CUDA, ROCM):
+        if plugins.are_useless(os.environ):
+            plugins.hide()
 
 
-def is_cuda_useless(environ: Mapping[str, str], *, devices: str = "/dev") -> bool:
-    """Returns whether no NVIDIA GPU is visible, and the user has not asked for one by name."""
-    platforms = {name.strip() for name in environ.get("JAX_PLATFORMS", "").split(",")}
-    if platforms & {"cuda", "gpu"}:
-        return False
-    return not any(glob.glob(f"{devices}/{name}") for name in _NVIDIA)
+def rocm_library(version: str) -> Path | None:
+    """Returns the file of JAX's ROCm plugin for a version of ROCm, such as "rocm7"; None if it is not installed."""
+    try:
+        distribution = importlib.metadata.distribution(f"jax-{version}-pjrt")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    # Not by an import: where the plugin is hidden, the module is empty.
+    return Path(str(distribution.locate_file(f"jax_plugins/xla_{version}/xla_rocm_plugin.so")))
 
 
-def plugin_versions(cuda: str) -> tuple[str, str] | None:
-    """Returns the versions of jaxlib and of its plugin for a CUDA version, which must be equal; None without both."""
+def register_rocm(library: Path) -> None:
+    """Registers JAX's ROCm plugin as a compiler: its own start refuses a machine without an AMD GPU.
+
+    Raises:
+        UnsupportedVersionError: a private name is not where it was.
+    """
+    if private_names.PLUGIN_IS_LOADED.get()(ROCM.platform):  # its own start succeeded, on a machine with such a GPU
+        return
+    private_names.REGISTER_PLUGIN.get()(ROCM.platform, library_path=str(library))
+
+
+def plugin_versions(package: str) -> tuple[str, str] | None:
+    """Returns the versions of jaxlib and of a plugin's package, which must be equal; None without both."""
     jaxlib = _version("jaxlib")
-    plugin = _version(f"jax-{cuda}-plugin")
+    plugin = _version(package)
     if jaxlib is None or plugin is None:
         return None
     return jaxlib, plugin

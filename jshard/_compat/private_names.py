@@ -199,6 +199,18 @@ CLUSTER_TYPES = PrivateName(
     "ClusterEnv._cluster_types",
     without="only the launchers that jshard knows itself (Slurm, Open MPI, Kubernetes) are recognised",
 )
+PLUGIN_IS_LOADED = PrivateName(
+    "jax._src.lib",
+    "xla_client.pjrt_plugin_loaded",
+    without="other devices than AMD GPUs work",
+    needed_for="plans for AMD GPUs",
+)
+REGISTER_PLUGIN = PrivateName(
+    "jax._src.xla_bridge",
+    "register_plugin",
+    without=PLUGIN_IS_LOADED.without,
+    needed_for=PLUGIN_IS_LOADED.needed_for,
+)
 DISTRIBUTED_CLIENT = PrivateName(
     "jax._src.distributed",
     "global_state.client",

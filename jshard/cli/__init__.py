@@ -110,7 +110,7 @@ def _run(argv: Sequence[str]) -> int:
         print(f"jshard {__version__}")
         return 0
     _set_xla_flags()
-    _compat.hide_useless_cuda()
+    _compat.hide_useless_plugins()
     return _command(name, rest)(rest)
 
 

@@ -120,9 +120,9 @@ class PlanArgs(RecipeArgs):
 
     topology: Annotated[str, tyro.conf.arg(metavar="DEVICE:SHAPE")] = ""
     """The cluster: hosts x GPUs (h100:64x8), slices x hosts x GPUs (h100:4x16x8), or a TPU slice (v5p:8x8x8). Devices:
-    h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e, or cloud machine types: a3-high, a3-mega, p4d, p4de, p5,
-    dgx-a100, dgx-h100; or a file that describes one, h20.toml:64x8 (docs/planning.md). Needs the extra `plan-gpu` or
-    `plan-tpu`."""
+    h100, h200, a100-40, a100-80, b200, gb200, mi250x, mi300x, v5e, v5p, v6e, or cloud machine types: a3-high, a3-mega,
+    p4d, p4de, p5, dgx-a100, dgx-h100; or a file that describes one, h20.toml:64x8 (docs/planning.md). Needs the extra
+    `plan-gpu`, `plan-rocm` or `plan-tpu`."""
     options: Options = "fastest"
     """Compiler options, as in js.compiler_options."""
     assume: Settings = ()
@@ -195,7 +195,7 @@ def _plan_cluster(args: PlanArgs, request: RecipeRequest, topology: Topology) ->
     costs = Costs(request.model_file, request.recipe, cluster.machine)
     variants = _variants(args, costs, sizes, topology)
     # Only now: an error in the request is reported even where the compiler is not installed.
-    require_compiler(topology.device.platform)
+    require_compiler(topology.device.compiler)
     # Texts and numbers, no objects: another process compiles, and reads the model file again.
     compile_request = CompileRequest(
         model=str(args.model),

@@ -4,6 +4,8 @@ Modules, from the bottom up:
 
     options          the compiler options that were shown to help
     target_config    the description of an absent GPU for its compiler
+    elf              shared libraries: what one needs is read, small ones are written
+    rocm_stubs       what the compiler for AMD GPUs needs on a machine without ROCm, and cannot compile there
     topology         clusters as text, and as devices to compile for
     assumptions      what an estimate assumes of a device and its links
     replay           simulates a compiled schedule

@@ -159,6 +159,13 @@ def _estimate_cells(plan: ClusterPlan) -> list[str | list[str]]:
     estimates = plan.estimates
     fastest_s, slowest_s = estimates.span("step_s")
     least_hidden, most_hidden = estimates.span("hidden")
+    if plan.cluster.has_bounds_only:
+        mfus = sorted(plan.mfu(case) for case in estimates.cases)
+        return [
+            f"{duration(fastest_s)} to {duration(slowest_s)}",
+            f"{percent(least_hidden)} to {percent(most_hidden)}",
+            f"{percent(mfus[0])} to {percent(mfus[-1])}",
+        ]
     return [
         _with_range(duration(estimates.stated.step_s), duration(fastest_s), duration(slowest_s)),
         _with_range(percent(estimates.stated.hidden), percent(least_hidden), percent(most_hidden)),

@@ -22,6 +22,7 @@ from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.child_process import CompileError, answer
 from jshard.cluster.compile import CompiledStep, CompileRequest, TooLargeError
 from jshard.cluster.options import Options, compile_nothing, options_for
+from jshard.cluster.rocm_stubs import check_rocm
 from jshard.cluster.topology import Topology, parse_topology, topology_devices, traced_for_device
 from jshard.engine.context import plain_flax
 from jshard.errors import FourPartError
@@ -68,6 +69,8 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
     # Before the clock: the model file and the description of the devices are no part of tracing.
     start_s = time.perf_counter()
     model, lowered, notes = _traced(request, model_file, recipe, mesh, topology)
+    if topology.device.compiler == "rocm":
+        check_rocm(lowered, where=f"{request.model} for {topology.text}")
     traced_s = time.perf_counter()
     options = options_for(
         request.profile,

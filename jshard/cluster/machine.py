@@ -15,6 +15,7 @@ from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.estimate import EstimateRange, estimate_range
 from jshard.cluster.topology import Topology
 from jshard.errors import ShardingError
+from jshard.facts.device_facts import Bounds
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 from jshard.inspect.hlo import Schedule
 
@@ -154,6 +155,11 @@ class PlannedCluster:
         """Returns the cluster for a search."""
         topology = self.topology
         return Machine(topology.num_devices, topology.device.hbm_bytes, topology.fast_group, self.assumptions)
+
+    @property
+    def has_bounds_only(self) -> bool:
+        """Returns whether nothing is known of the time of matrix products but its bounds."""
+        return isinstance(self.topology.device.matmul, Bounds) and "matmul_efficiency" not in self.known
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:

@@ -83,6 +83,7 @@ def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
 # ---- one step
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
+_NO_SOURCE = "; no source for the speed of its matrix products: bounds only"
 _PREALLOCATED = 0.75  # share of a GPU's memory that JAX allocates at startup by default
 # Above the one share of the memory and below the other of the communication, a line says that both are related.
 _CLOSE_TO_LIMIT = 0.85
@@ -178,7 +179,8 @@ class ClusterPlan(Printed):
         parts += [Text(), Text(self._compiled_title(), style="bold"), self.audit]
         parts += [Text(), Text(self.verdict, style="bold" if self.fits else "bold red")]
         parts += [Text(note) for note in self._memory_notes()]
-        parts += [Text(), Text(_ESTIMATE, style="bold"), self._estimate_table(), Text(self._assumed())]
+        title = _ESTIMATE + _NO_SOURCE if self.cluster.has_bounds_only else _ESTIMATE
+        parts += [Text(), Text(title, style="bold"), self._estimate_table(), Text(self._assumed())]
         parts += [Text(line) for line in (*self.left_out, *self.notes)]
         return Group(*parts)
 
@@ -197,11 +199,12 @@ class ClusterPlan(Printed):
     def _memory_notes(self) -> list[str]:
         """Returns lines on the memory that a run needs beside the program's."""
         device = self.topology.device
-        # The lines are about NCCL, CUDA and JAX's allocator on GPUs.
+        # The lines are about the libraries and JAX's allocator on GPUs.
         if device.platform != "gpu" or not self.fits:
             return []
         peak_bytes = self.step.memory.peak_bytes
-        lines = ["NCCL, CUDA and fragmentation need more: leave several GiB free."]
+        libraries = "RCCL, HIP" if device.compiler == "rocm" else "NCCL, CUDA"
+        lines = [f"{libraries} and fragmentation need more: leave several GiB free."]
         if peak_bytes > _PREALLOCATED * device.hbm_bytes:
             lines.append("JAX uses three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
         hidden = self.estimates.stated.hidden
@@ -213,14 +216,17 @@ class ClusterPlan(Printed):
         return lines
 
     def _estimate_table(self) -> FittedTable:
-        """Returns the estimated quantities: lowest, highest, and as stated."""
-        table = made_table("", "", "from>", "to>", "stated>")
+        """Returns the estimated quantities: lowest, highest, and as stated if there are sources for it."""
+        stated_columns = () if self.cluster.has_bounds_only else ("stated>",)
+        table = made_table("", "", "from>", "to>", *stated_columns)
 
         def add(name: str, value_of: Callable[[Estimate], float], text: Callable[[float], str]) -> None:
             # Sorted for each row: the slowest case has the highest time and the lowest MFU.
             values = sorted(value_of(case) for case in self.estimates.cases)
-            stated = value_of(self.estimates.stated)
-            add_row(table, name, text(values[0]), text(values[-1]), text(stated))
+            cells = [text(values[0]), text(values[-1])]
+            if stated_columns:
+                cells.append(text(value_of(self.estimates.stated)))
+            add_row(table, name, *cells)
 
         add("step", lambda case: case.step_s, duration)
         for work in WORKS:
@@ -242,8 +248,9 @@ class ClusterPlan(Printed):
                 varied.append(_RANGE_TEXTS[name].written(low, high))
             else:
                 varied.append(f"{name} {low:g} to {high:g}")
+        stated = "between" if self.cluster.has_bounds_only else "stated"
         lines = (
-            f"stated: {self.cluster.assumptions}",
+            f"{stated}: {self.cluster.assumptions}",
             f"from, to: {', '.join(varied) or 'the same, as all assumptions are known'}",
             f"flops of a step: {self.step.flops_formula}",
         )
@@ -268,6 +275,7 @@ class ClusterPlan(Printed):
             "name": self.name,
             "topology": self.topology.text,
             "platform": device.platform,
+            "compiler": device.compiler,
             "device": device.title,
             "devices": self.topology.num_devices,
             "batch_size": step.batch_size,
@@ -285,7 +293,7 @@ class ClusterPlan(Printed):
     def _estimates_record(self) -> dict[str, Json]:
         return {
             "low": self._estimate_record(self.estimates.fastest),
-            "stated": self._estimate_record(self.estimates.stated),
+            "stated": None if self.cluster.has_bounds_only else self._estimate_record(self.estimates.stated),
             "high": self._estimate_record(self.estimates.slowest),
             "flops_per_step": self.step.flops,
             "flops_formula": self.step.flops_formula,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jshard.facts.gpu_target import GpuTarget, Rate
+from jshard.facts.gpu_target import AmdTarget, GpuTarget, NvidiaTarget, Rate
 
 CUDNN = (9, 10)
 """The cuDNN version assumed for a GPU that is not present."""
@@ -16,7 +16,7 @@ _HOPPER = 9  # compute capability: since then a GPU has features of its own arch
 _ALLOCATED = 0.95
 _UNSTATED = 0.80
 
-_TEXT = """\
+_NVIDIA_TEXT = """\
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -67,8 +67,58 @@ device_description_str: "{description}"
 """
 
 
+_AMD_TEXT = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 64
+  shared_memory_per_block: {shared_memory}
+  shared_memory_per_block_optin: {shared_memory}
+  shared_memory_per_core: {shared_memory}
+  threads_per_core_limit: 2048
+  core_count: {core_count}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65536
+  block_dim_limit_z: 65536
+  memory_bandwidth: {memory_bandwidth}
+  l2_cache_size: {l2_cache_size}
+  clock_rate_ghz: {clock_rate_ghz}
+  device_memory_size: {described}
+  registers_per_core_limit: 131072
+  registers_per_block_limit: 131072
+  rocm_compute_capability {{
+    gcn_arch_name: "{gfx}:sramecc+:xnack-"
+  }}
+}}
+platform_name: "ROCM"
+dnn_version_info {{
+}}
+device_description_str: "{description}"
+"""
+
+
 def target_config_text(target: GpuTarget) -> str:
     """Returns the text proto of a GPU, for `topologies.get_topology_desc(target_config=...)`."""
+    if isinstance(target, AmdTarget):
+        return _amd_text(target)
+    assert isinstance(target, NvidiaTarget)
+    return _nvidia_text(target)
+
+
+def _described(target: GpuTarget) -> int:
+    """Returns the memory to describe."""
+    return round(target.device_memory_size * _ALLOCATED / _UNSTATED)
+
+
+def _amd_text(target: AmdTarget) -> str:
+    return _AMD_TEXT.format(
+        **vars(target),
+        described=_described(target),
+        shared_memory=target.shared_memory_per_core,
+    )
+
+
+def _nvidia_text(target: NvidiaTarget) -> str:
     has_own_features = target.major >= _HOPPER
     units = ""
     if target.rates is not None:
@@ -76,9 +126,9 @@ def target_config_text(target: GpuTarget) -> str:
         units += _units("matrix", target.rates.matrix)
     if target.links:
         units += f"  device_interconnect_info {{\n    active_links: {target.links}\n  }}\n"
-    return _TEXT.format(
+    return _NVIDIA_TEXT.format(
         **vars(target),
-        described=round(target.device_memory_size * _ALLOCATED / _UNSTATED),
+        described=_described(target),
         feature="    feature_extension: ACCELERATED_FEATURES\n" if has_own_features else "",
         extension="a" if has_own_features else "",
         units=units,

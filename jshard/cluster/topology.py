@@ -20,10 +20,13 @@ from jax.experimental import topologies
 from jshard import _compat
 from jshard._parsing import shown, whole_number
 from jshard._paths import expanded
+from jshard.cluster.elf import ElfError
+from jshard.cluster.rocm_stubs import load_stubs
 from jshard.cluster.target_config import CUDNN, target_config_text
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
 from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts
+from jshard.facts.gpu_target import NvidiaTarget
 from jshard.kernels.device import TracedDevice, planned_for
 
 _MOST_DEVICES = 1_000_000  # all lists of devices are in memory
@@ -182,7 +185,8 @@ def topology_devices(topology: Topology) -> Sequence[jax.Device]:  # pyright: ig
         MissingExtraError: its compiler is not installed.
         TopologyError: its compiler refuses the shape.
     """
-    require_compiler(topology.device.platform)
+    compiler = topology.device.compiler
+    require_compiler(compiler)
     target = topology.device.target
     if target is None:  # a TPU
         # Another jshard process may hold libtpu's lock; this one does not use a TPU.
@@ -192,8 +196,30 @@ def topology_devices(topology: Topology) -> Sequence[jax.Device]:  # pyright: ig
     if not topology.device.hosts_share_links:  # since 0.12, XLA assumes NVLink between the hosts of a slice
         slices *= hosts
         hosts = 1
+    if compiler == "rocm":
+        _load_rocm_compiler()
     shape = f"{slices}x{hosts}x{gpus}"
-    return _described_devices("cuda", topology, target_config=target_config_text(target), topology=shape)
+    return _described_devices(compiler, topology, target_config=target_config_text(target), topology=shape)
+
+
+def _load_rocm_compiler() -> None:
+    """Loads JAX's ROCm plugin, with stand-ins for what it needs of ROCm where that is not installed.
+
+    Raises:
+        RunError: the loader refuses it.
+    """
+    libraries = [_compat.rocm_library(version) for version in _compat.ROCM.versions]
+    library = next(path for path in libraries if path is not None)
+    try:
+        load_stubs(library)
+        _compat.register_rocm(library)
+    except (OSError, ElfError, jax.errors.JaxRuntimeError) as error:
+        raise RunError(
+            "The ROCm compiler cannot be loaded.",
+            where=str(library),
+            why=f"{type(error).__name__}: {error}",
+            do=f"pip install --force-reinstall {_ROCM_PACKAGE.format(_compat.ROCM.versions[0])}",
+        ) from error
 
 
 def _described_devices(platform: str, requested: Topology, **description: str) -> Sequence[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
@@ -231,8 +257,14 @@ def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple
     if device is None and jax.default_backend() == "gpu":  # which answers the check itself
         yield tuple
         return
+    if device is not None and device.compiler == "rocm":
+        assert device.target is not None
+        # No cuDNN there, and no capability by NVIDIA's count: attention and kernels take their plain forms.
+        with planned_for(TracedDevice("gpu", device.target.description, device.target.core_count)):
+            yield tuple
+        return
     target = None if device is None else device.target
-    capability = _HOPPER_CAPABILITY if target is None else target.major
+    capability = target.major if isinstance(target, NvidiaTarget) else _HOPPER_CAPABILITY
     with contextlib.ExitStack() as stack:
         is_cudnn_used = stack.enter_context(_compat.cudnn_assumed(CUDNN, (capability, 0)))
         if target is not None:
@@ -255,26 +287,52 @@ class _Missing(NamedTuple):
     do: str
 
 
-def require_compiler(platform: str, *, where: str = "jshard plan --topology") -> None:
-    """Checks that the compiler of a platform is installed, without loading it.
+_ROCM_PACKAGE = "jax-{}-pjrt"  # with a version of ROCm
+_COMPILERS = {"cuda": "GPU", "rocm": "ROCm", "tpu": "TPU"}  # as messages name them
+
+
+def require_compiler(compiler: str, *, where: str = "jshard plan --topology") -> None:
+    """Checks that a compiler is installed, without loading it.
+
+    Args:
+        compiler: "cuda", "rocm" or "tpu", as `DeviceFacts.compiler`.
+        where: what needs it, for the error.
 
     Raises:
         MissingExtraError: it is not installed, or not in jaxlib's version.
     """
     missing = None
-    if platform == "gpu":
-        missing = _missing_gpu_compiler()
+    if compiler == "cuda":
+        missing = _missing_cuda_compiler()
+    elif compiler == "rocm":
+        missing = _missing_rocm_compiler()
     elif importlib.util.find_spec("libtpu") is None:
         missing = _Missing("it needs libtpu, but no TPU.", "pip install 'jshard[plan-tpu]'")
     if missing is not None:
-        what = f"The {platform.upper()} compiler is not installed."
+        what = f"The {_COMPILERS[compiler]} compiler is not installed."
         raise MissingExtraError(what, where=where, why=missing.why, do=missing.do)
 
 
-def _missing_gpu_compiler() -> _Missing | None:
-    """Returns why there is no GPU compiler, and what to install; None if there is one."""
-    for cuda in _compat.CUDA_VERSIONS:
-        versions = _compat.plugin_versions(cuda)
+def _missing_rocm_compiler() -> _Missing | None:
+    """Returns why there is no compiler for AMD GPUs, and what to install; None if there is one."""
+    for rocm in _compat.ROCM.versions:
+        package = _ROCM_PACKAGE.format(rocm)
+        versions = _compat.plugin_versions(package)
+        if versions is None:
+            continue
+        jaxlib, plugin = versions
+        # A fourth number is a build of jaxlib alone, as 0.12.0.1: the plugin of 0.12.0 is for it, too.
+        if plugin.split(".")[:3] != jaxlib.split(".")[:3]:
+            exact = ".".join(jaxlib.split(".")[:3])
+            return _Missing(f"{package} has version {plugin}, jaxlib {jaxlib}.", f"pip install {package}=={exact}")
+        return None
+    return _Missing("it needs jax-rocm7-pjrt, but no AMD GPU and no ROCm.", "pip install 'jshard[plan-rocm]'")
+
+
+def _missing_cuda_compiler() -> _Missing | None:
+    """Returns why there is no compiler for NVIDIA GPUs, and what to install; None if there is one."""
+    for cuda in _compat.CUDA.versions:
+        versions = _compat.plugin_versions(f"jax-{cuda}-plugin")
         if versions is None:
             continue
         # JAX uses the first installed one: whether another one would do does not matter.

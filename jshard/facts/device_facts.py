@@ -10,7 +10,7 @@ import dataclasses
 import types
 from collections.abc import Mapping
 
-from jshard.facts.gpu_target import GpuTarget
+from jshard.facts.gpu_target import AmdTarget, GpuTarget
 
 GIGA = 10**9
 GIB = 2**30
@@ -62,6 +62,14 @@ class Reached:
         return self.least / 100, self.most / 100
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounds(Reached):
+    """A share of which no measurement is published: only `least` and `most` count.
+
+    `stated` is between them, so that configurations can be compared. Reports do not show it.
+    """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
     """One kind of accelerator, as JAX counts devices: a GPU, or a TPU chip."""
@@ -93,6 +101,13 @@ class DeviceFacts:
         return "tpu" if self.dims else "gpu"
 
     @property
+    def compiler(self) -> str:
+        """The compiler of its programs, by JAX's name of the plugin that has it: "cuda", "rocm" or "tpu"."""
+        if self.target is None:
+            return "tpu"
+        return "rocm" if isinstance(self.target, AmdTarget) else "cuda"
+
+    @property
     def hosts_share_links(self) -> bool:
         """Whether the fast links of a GPU extend beyond a host, as in a GB200 rack."""
         return self.platform == "gpu" and self.fast_group > _GPUS_PER_HOST
@@ -119,11 +134,12 @@ class DeviceFacts:
         }
 
     def _gpu_sources(self) -> dict[str, str]:
+        domain = "GPUs joined by Infinity Fabric" if self.compiler == "rocm" else "GPUs in one NVLink domain"
         return {
             "flops_per_s": f"{self.sheet}, dense",
             "hbm_bytes": f"{self.spec}, device_memory_size",
             "hbm_bytes_per_s": f"{self.spec}, memory_bandwidth",
-            "fast_group": f"{self.sheet}: GPUs in one NVLink domain",
+            "fast_group": f"{self.sheet}: {domain}",
             "target": self.spec,
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from jshard._parsing import is_number, is_text, parse_toml, shown
 from jshard.errors import ShardingError
 from jshard.facts.device_facts import DeviceLink, Reached
 from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.gpu_target import AmdTarget
 
 SUFFIX = ".toml"
 
@@ -46,6 +48,7 @@ _EFFICIENCY = _TableForm(Reached, label="source", ascending=("least", "stated", 
 _TEXTS = ("like", "title", "source")
 _COUNTS = ("hbm_bytes", "hbm_bytes_per_s", "fast_group", "core_count")
 _PEAKS = "flops_per_s"
+_GFX = "gfx"
 _TABLES = {
     "fast": _LINK,
     "slow": _LINK,
@@ -53,7 +56,7 @@ _TABLES = {
     "matmul": _EFFICIENCY,
     "attention": _EFFICIENCY,
 }
-_KEYS = (*_TEXTS, *_COUNTS, _PEAKS, *_TABLES)
+_KEYS = (*_TEXTS, *_COUNTS, _PEAKS, _GFX, *_TABLES)
 _PEAK_DTYPES = ("bf16", "f32", "tf32", "fp8")
 
 # The compiler has its own description of a GPU. A number that stands in both must be changed in both, or the program
@@ -77,6 +80,7 @@ _EXAMPLES = {
     "fast": "fast_group = 8",
     "fast_group": "fast_group = 8",
     "core_count": "core_count = 78",
+    "gfx": 'gfx = "gfx950"',
     "flops_per_s": "flops_per_s = { bf16 = 148e12 }",
     "slow": "slow = { gb_per_s = 50 }",
     "host": "host = { gb_per_s = 64 }",
@@ -93,7 +97,8 @@ def read_device(path: Path) -> DeviceFacts:
             of the file's numbers, and `title` the name of the device. These are optional:
             `flops_per_s`, dense peaks by dtype (bf16, f32, tf32, fp8); `hbm_bytes`, `hbm_bytes_per_s`; `fast_group`,
             the most devices joined by the fast links; `core_count`, of a GPU; the links `fast`, `slow` and `host`, with
-            `gb_per_s` one way and the percentage that collectives reach; the percentages of `matmul` and `attention`.
+            `gb_per_s` one way and the percentage that collectives reach; the percentages of `matmul` and `attention`;
+            `gfx`, the architecture of an AMD GPU.
 
     Raises:
         ShardingError: the file does not exist, or has a value that no device can have.
@@ -146,7 +151,7 @@ class _DeviceFile:
         for key, form in _TABLES.items():
             if key in self.values:
                 changes[key] = self._table(key, form, getattr(base, key))
-        changes |= self._count_changes(base, counts)
+        changes |= self._description_changes(base, counts)
         return dataclasses.replace(base, **changes, stated_in=stated_in)
 
     @property
@@ -171,20 +176,32 @@ class _DeviceFile:
                 counts[key] = int(value)
         return counts
 
-    def _count_changes(self, base: DeviceFacts, counts: Mapping[str, int]) -> dict[str, object]:
-        """Returns the changes of fields that follow from counts, with those of the description for the compiler."""
+    def _description_changes(self, base: DeviceFacts, counts: Mapping[str, int]) -> dict[str, object]:
+        """Returns the counts as changes of fields, and the changes of the description for the compiler."""
         changes: dict[str, object] = {key: count for key, count in counts.items() if key != "core_count"}
+        in_target: dict[str, Any] = {}
+        if _GFX in self.values:
+            in_target[_GFX] = self._gfx(base)
         if base.target is None:
             if "core_count" in counts:
                 why = f"a {base.title} has no description for its compiler."
                 self._refuse("core_count", why, "# core_count: remove it")
             return changes
-        in_target = {}
         for key, name in _NAMES_IN_TARGET.items():
             if key in counts:
                 in_target[name] = counts[key]
         changes["target"] = dataclasses.replace(base.target, **in_target)
         return changes
+
+    def _gfx(self, base: DeviceFacts) -> str:
+        """Returns the architecture to compile for."""
+        gfx = self.values[_GFX]
+        # It becomes a part of the description for the compiler, which is text: nothing else may be in it.
+        is_name = isinstance(gfx, str) and re.fullmatch(r"gfx[0-9a-f]{3,4}", gfx) is not None
+        self._check(is_name, _GFX, gfx, "the name of an AMD architecture")
+        if not isinstance(base.target, AmdTarget):
+            self._refuse(_GFX, f"a {base.title} is not by AMD.", "# gfx: remove it")
+        return gfx
 
     def _peaks(self) -> dict[str, float]:
         """Returns the peaks by dtype."""

@@ -41,18 +41,36 @@ class GpuTarget:
     """The description of a GPU for the compiler, in the proto's own names where they differ by device."""
 
     description: str  # the driver's name for it
-    major: int  # of its compute capability; the minor is 0
     core_count: int
     clock_rate_ghz: float
     memory_bandwidth: int
     l2_cache_size: int
     device_memory_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NvidiaTarget(GpuTarget):
+    """The description of an NVIDIA GPU."""
+
+    major: int  # of its compute capability; the minor is 0
     fpus_per_core: int = 128
     shared_memory_per_core: int = 228 * 1024
     shared_memory_per_block_optin: int = 227 * 1024
     pcie_bandwidth: int = 32 * 2**30
     rates: Rates | None = None  # None if no published description has them
     links: int = 0  # NVLinks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AmdTarget(GpuTarget):
+    """The description of an AMD GPU, or of one of the two dies that a card has."""
+
+    gfx: str  # LLVM's name of the architecture, such as "gfx942"
+
+    @property
+    def shared_memory_per_core(self) -> int:
+        """The local memory of a compute unit, as in XLA's files: 64 KiB, and 160 since MI350."""
+        return 160 * 1024 if self.gfx == "gfx950" else 64 * 1024
 
 
 def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int) -> Rates:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES
+from jshard.facts.gpu_target import NvidiaTarget
 
 
 class OccupancyError(ShardingError):
@@ -95,7 +96,7 @@ def _from_device(name: str, title: str, *, device: str = "") -> GpuFacts:
     """Returns a GPU that `jshard plan` knows, as `device` if that is not its name, from its compiler description."""
     facts = DEVICES[device or name]
     target = facts.target
-    assert target is not None
+    assert isinstance(target, NvidiaTarget)
     # What the driver reserves is the difference of the two. The model adds it to the request of each block.
     assert target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB
     return GpuFacts(

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jshard import _compat
 from jshard.engine.context import region_mesh
 from jshard.facts.devices import device_of
+from jshard.facts.gpu_target import NvidiaTarget
 from jshard.plans.mesh import manual_axes
 
 Device: TypeAlias = Any
@@ -104,7 +105,7 @@ def _capability(device: Device) -> int:
     if major.isdecimal():
         return int(major)
     facts = device_of(device.device_kind)
-    if facts is None or facts.target is None:
+    if facts is None or not isinstance(facts.target, NvidiaTarget):
         return 0
     return facts.target.major
 

@@ -42,7 +42,7 @@ class Device:
         """Returns why nothing is chosen for the kernels of jshard on it; empty if something is."""
         if self.gpu is not None and self.gpu.arch == "sm_90":
             return ""
-        if self.gpu is None and self.platform == "gpu":
+        if self.gpu is None and self.facts is None and self.platform == "gpu":
             return f"the multiprocessors of {self.title} are unknown, so nothing can be computed for it."
         return f"not a Hopper GPU ({self.title}): the plain forms run, which have no knobs."
 
@@ -91,7 +91,7 @@ def device_named(name: str | None) -> Device:
         return _present_device()
     name = name.strip().lower()
     short_name, _, shape = name.partition(":")
-    if short_name in DEVICES and DEVICES[short_name].platform != "gpu":
+    if short_name in DEVICES and DEVICES[short_name].compiler != "cuda":
         facts = DEVICES[short_name]
         return Device(facts.title, facts.platform, facts=facts)
     if short_name not in DEVICES and short_name not in GPUS:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypedDict, cast
 
+import jax
 from jax.sharding import Mesh
 
 from jshard._files import read_named
@@ -74,6 +75,8 @@ class _PlannedStep(_NeededOfAPlan, total=False):
     sequence_length: int | None
     accumulate: int
     train_command: str
+    compiler: str  # absent in plans of earlier versions
+    device: str
 
 
 Figures = collections.defaultdict[str, float]
@@ -85,8 +88,9 @@ class ExpectedStep:
     """The planned step, and how far the compiled one may differ from it.
 
     If the run has devices of the planned platform, the number of collectives of each kind, their bytes and the peak
-    memory are compared. Another platform's compiler combines collectives and lays out memory differently: there the
-    bytes of the collectives required by the annotations are compared, and the step must communicate accordingly.
+    memory are compared. Another platform's compiler, as that of another vendor's GPUs, combines collectives and lays
+    out memory differently: there the bytes of the collectives required by the annotations are compared, and the step
+    must communicate accordingly.
 
     Attributes:
         path: the plan, as `jshard plan --topology ... --json` prints it.
@@ -130,12 +134,13 @@ class ExpectedStep:
                 "The run is not the one that was planned.", differences, "a plan is for one mesh and one batch."
             )
 
-    def check(self, compiled: Audit, *, platform: str) -> str:
+    def check(self, compiled: Audit, *, platform: str, compiler: str = "") -> str:
         """Compares a compiled step.
 
         Args:
             compiled: the audit of the step, with its plan and memory.
             platform: that of its devices, "gpu", "tpu" or "cpu".
+            compiler: "cuda" or "rocm" for GPUs, from `compiler_of`; "" if it does not matter.
 
         Returns:
             One line with the figures that agree.
@@ -143,7 +148,8 @@ class ExpectedStep:
         Raises:
             ShardingError: a figure differs by more than is allowed.
         """
-        is_same_platform = platform == self.plan["platform"]
+        planned_compiler = self.plan.get("compiler", compiler)
+        is_same_platform = platform == self.plan["platform"] and compiler in ("", planned_compiler)
         if is_same_platform:
             planned = _compiled_figures(self.plan["compiled"]["audit"])
             actual = _compiled_figures(json.loads(compiled.to_json()))
@@ -159,7 +165,10 @@ class ExpectedStep:
         figures = ", ".join(f"{name} {_figure_text(name, value)}" for name, value in actual.items() if value)
         line = f"as in {self.path}, within {self.within:.1%}: {figures}"
         if not is_same_platform:
-            line += f"; of the step for a {self.plan['platform']}, not of the program compiled here"
+            of_plan = self.plan["platform"]
+            if platform == of_plan:  # the GPUs of another vendor
+                of_plan = self.plan.get("device", of_plan)
+            line += f"; of the step for a {of_plan}, not of the program compiled here"
         return line
 
     def _check_figures(self, actual: Figures, planned: Figures) -> None:
@@ -188,6 +197,14 @@ class ExpectedStep:
         if command:
             remedy = f"{command} --expect {self.path}"
         raise ShardingError(what, where=[f"--expect {self.path}", *differences], why=why, do=remedy + do)
+
+
+def compiler_of(device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
+    """Returns the compiler of a device's programs, "cuda" or "rocm"; for others than GPUs, their platform."""
+    if device.platform != "gpu":
+        return device.platform
+    # The name of the platform is the same for both. The version is text, such as "rocm 70014".
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
 
 def _read_plan(path: Path) -> _PlannedStep:

@@ -32,6 +32,7 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.step import AveragedModel, EvalStep, Mfu, TrainStep, device_peak, peak_bytes, used_bytes
 from jshard.train.evaluation import evaluate
+from jshard.train.expected import compiler_of
 from jshard.train.first_loss import explained
 from jshard.train.hooks import (
     BestCheckpointHook,
@@ -163,7 +164,9 @@ class TrainingRun:
         if self.options.expect is not None:
             planned = as_traced(plan(step.model, wrt=self.model_file.wrt))
             compiled = audit(step.compiled, plan=planned, accumulate=self.recipe.accumulate)
-            self.options.say(self.options.expect.check(compiled, platform=self._devices[0].platform))
+            first = self._devices[0]
+            line = self.options.expect.check(compiled, platform=first.platform, compiler=compiler_of(first))
+            self.options.say(line)
         return step
 
     def _fit(

@@ -226,7 +226,16 @@ def test_cuda_is_useless_where_no_gpu_is_visible_and_none_is_asked_for(tmp_path,
     for name in devices:
         (tmp_path / name).touch()
     variables = {} if platforms is None else {"JAX_PLATFORMS": platforms}
-    assert _compat.is_cuda_useless(variables, devices=str(tmp_path)) is useless
+    assert _compat.CUDA.are_useless(variables, devices=str(tmp_path)) is useless
+
+
+def test_rocm_is_useless_without_a_device_of_amds_driver(tmp_path):
+    assert _compat.ROCM.are_useless({}, devices=str(tmp_path))
+    assert not _compat.ROCM.are_useless({"JAX_PLATFORMS": "rocm"}, devices=str(tmp_path))
+    (tmp_path / "kfd").touch()
+    assert not _compat.ROCM.are_useless({}, devices=str(tmp_path)) and _compat.CUDA.are_useless(
+        {}, devices=str(tmp_path)
+    )
 
 
 NOISE = "print('Could not find cuda drivers', file=__import__('sys').stderr)\n"
@@ -234,10 +243,11 @@ NOISE = "print('Could not find cuda drivers', file=__import__('sys').stderr)\n"
 
 @pytest.fixture
 def loud_plugin(tmp_path):
-    """Variables of a process that finds a CUDA plugin which does what JAX's does without a GPU."""
+    """Variables of a process that finds plugins for CUDA and ROCm which do what JAX's do without a GPU."""
     for name, code in {
         "jax_cuda12_plugin/__init__.py": NOISE,
         "jax_plugins/xla_cuda12/__init__.py": NOISE + "def initialize(): raise RuntimeError('Unable to load CUDA.')\n",
+        "jax_plugins/xla_rocm7/__init__.py": "def initialize(): raise ValueError('No AMD GPUs were found')\n",
     }.items():
         path = tmp_path / "plugin" / name
         path.parent.mkdir(parents=True)
@@ -246,8 +256,8 @@ def loud_plugin(tmp_path):
     return variables | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "plugin"), *filter(None, sys.path)])}
 
 
-@pytest.mark.skipif(not _compat.is_cuda_useless({}), reason="an NVIDIA GPU is here")
-def test_a_cuda_plugin_without_a_gpu_is_not_loaded_by_a_command(folder, loud_plugin):  # noqa: F811
+@pytest.mark.skipif(not all(vendor.are_useless({}) for vendor in (_compat.CUDA, _compat.ROCM)), reason="a GPU is here")
+def test_plugins_without_a_gpu_are_not_loaded_by_a_command(folder, loud_plugin):  # noqa: F811
     command = [sys.executable, "-m", "jshard", "train", "my_model.py", "--dry-run"]
     done = subprocess.run(command, env=loud_plugin, cwd=folder, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")

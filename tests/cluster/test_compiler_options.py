@@ -37,6 +37,8 @@ def test_on_an_a100_the_scheduler_is_turned_on_that_xla_keeps_for_later_gpus():
     scheduler = {f"xla_gpu_{name}": True for name in names}
     assert of_all == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER} and of_ampere == of_all | scheduler
     assert compiler_options(None, platform="a100-40") == {}
+    for name in ("mi250x", "mi300x"):
+        assert compiler_options("fastest", platform=name) == of_ampere
 
 
 def test_where_hosts_share_links_small_all_reduces_are_left_to_nccl():
@@ -107,7 +109,7 @@ def test_unknown_profile_and_platform():
         "There is no platform 'npu'.\n"
         "  where: js.compiler_options(platform='npu')\n"
         "  why:   it must be gpu, tpu, cpu, or a device: "
-        "h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
+        "h100, h200, a100-40, a100-80, b200, gb200, mi250x, mi300x, v5e, v5p, v6e.\n"
         '  do:    js.compiler_options(platform="gpu")'
     )
 

@@ -17,7 +17,7 @@ from tests.gpu_compiler import needs_gpu_compiler
 from tests.micro_gpt import MODELS
 
 _PAGE = pathlib.Path(__file__).parents[2] / "docs" / "planning.md"
-(H20,) = re.findall(r"```toml\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+H20, MI350X = re.findall(r"```toml\n(.*?)```", _PAGE.read_text(), re.DOTALL)
 
 
 @pytest.fixture
@@ -45,6 +45,16 @@ def test_what_is_given_counts_and_the_rest_is_that_of_the_row(file):
     assert device.sources["attention_efficiency"] == base.sources["attention_efficiency"]
 
 
+def test_an_amd_gpu_may_have_another_architecture(tmp_path):
+    path = tmp_path / "mi350x.toml"
+    path.write_text(MI350X)
+    device = read_device(path)
+    assert device.target is not None and device.compiler == "rocm"
+    text = target_config_text(device.target)
+    assert 'gcn_arch_name: "gfx950:sramecc+:xnack-"' in text and "core_count: 256\n" in text
+    assert "shared_memory_per_core: 163840\n" in text
+
+
 def test_a_file_that_changes_nothing_is_the_row(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('like = "v5p"\ntitle = "Cloud TPU v5p"\nsource = "the table"\n')
@@ -62,6 +72,9 @@ WRONG = {
     "zero": (H20.replace("core_count = 78", "core_count = 0"), "it is 0, and should be"),
     "order": (H20.replace("least = 70", "least = 85"), "least <= stated <= most"),
     "percent": (H20.replace("most = 90", "most = 120"), "they are 70, 80, 120, in percent"),
+    "architecture": (MI350X.replace('"gfx950"', "'gfx950\"'"), "should be the name of an AMD architecture"),
+    "architecture of NVIDIA": (H20 + 'gfx = "gfx950"\n', "is not by AMD"),
+    "architecture of a TPU": (H20.replace('"h200"', '"v5e"') + 'gfx = "gfx950"\n', "is not by AMD"),
     "cores of a TPU": (H20.replace('"h200"', '"v5e"'), "has no description for its compiler"),
     "host of a TPU": ('like = "v5e"\ntitle = "x"\nsource = "y"\nhost = { name = "PCIe" }\n', "has no gb_per_s either"),
 }

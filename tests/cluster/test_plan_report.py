@@ -216,3 +216,35 @@ def test_three_more_are_compiled_while_none_fits(monkeypatch):
     found, asked = chosen(monkeypatch, third_fits, plan_of(2.0))
     assert len(asked) == 4 and found.best is found.compiled[4]
     assert "the requested configuration does not fit." in str(found)
+
+
+# ---- bounds instead of a stated estimate ---------------------------------------------------------------------------
+
+
+def plan_on(cluster):
+    return ClusterPlan.of(step_of(request_of(cluster), peak_bytes=2**30), cluster=cluster, name="my_model")
+
+
+def test_where_no_speed_of_products_is_published_nothing_is_stated():
+    plan = plan_on(cluster_of("mi250x:1x8"))
+    said = " ".join(str(plan).split())
+    assert "not a measurement; no source for the speed of its matrix products: bounds only" in said
+    assert "matrix products at 38% to 100% of their peak" in said and "stated" not in said
+    assert "RCCL, HIP and fragmentation need more" in said and "NCCL, CUDA" not in said
+    estimate = plan.to_dict()["estimate"]
+    assert estimate["stated"] is None and estimate["low"]["step_s"] < estimate["high"]["step_s"]
+    rows = (Compared(variant=Variant(name="zero3", mesh={"fsdp": 8}), command="jshard", plan=plan),)
+    assert " to " in str(Comparison(rows=rows))
+
+
+@pytest.mark.parametrize("known", [0.6, (0.5, 0.7)])
+def test_a_speed_that_is_given_counts_as_a_source(known):
+    plan = plan_on(cluster_of("mi250x:1x8", matmul_efficiency=known))
+    assert "no source" not in str(plan) and plan.to_dict()["estimate"]["stated"] is not None
+
+
+def test_estimates_for_an_mi300x_have_sources():
+    device = cluster_of("mi300x:1x8").topology.device
+    assert "708 of 1307 TFLOP/s" in device.sources["matmul_efficiency"]
+    assert device.sources["hbm_bytes"].startswith("AMD's driver") and device.compiler == "rocm"
+    assert plan_on(cluster_of("mi300x:1x8")).to_dict()["estimate"]["stated"] is not None

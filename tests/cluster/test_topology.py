@@ -10,7 +10,7 @@ from jshard.cluster import topology as module
 from jshard.cluster.child_process import child_environment
 from jshard.cluster.topology import TopologyError, parse_topology, require_compiler
 from jshard.errors import MissingExtraError
-from tests.gpu_compiler import needs_gpu_compiler
+from tests.gpu_compiler import needs_gpu_compiler, needs_rocm_compiler
 
 HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
 
@@ -26,6 +26,7 @@ HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
         (" v6e:2x4 ", "v6e", (2, 4), 8, 8),
         ("a3-high:16x8", "h100", (1, 16, 8), 128, 8),
         ("p4d:2x8", "a100-40", (1, 2, 8), 16, 8),
+        ("mi250x:4x8", "mi250x", (1, 4, 8), 32, 8),
     ],
 )
 def test_read(text, device, extents, devices, fast):
@@ -56,7 +57,7 @@ def test_unknown_device_names_the_nearest():
     assert refused("h10:64x8") == (
         "There is no device 'h10'.\n"
         "  where: --topology h10:64x8\n"
-        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e; with their"
+        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, mi250x, mi300x, v5e, v5p, v6e; with their"
         " own adapters a3-high, a3-mega, p4d, p4de, p5, dgx-a100, dgx-h100; and files, *.toml.\n"
         "  do:    --topology h100:64x8"
     )
@@ -85,7 +86,7 @@ def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: None)
     with pytest.raises(MissingExtraError) as error:
-        require_compiler("gpu")
+        require_compiler("cuda")
     assert str(error.value) == (
         "The GPU compiler is not installed.\n"
         "  where: jshard plan --topology\n"
@@ -99,16 +100,35 @@ def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
 def test_a_compiler_of_another_version_is_named_with_the_version_to_install(monkeypatch):
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.12.0"))
     with pytest.raises(MissingExtraError) as error:
-        require_compiler("gpu")
+        require_compiler("cuda")
     assert error.value.why == "jax-cuda12-plugin has version 0.12.0, jaxlib 0.10.2."
     assert error.value.do == "pip install jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2"
+
+
+def test_the_compiler_for_amd_has_an_extra_of_its_own_and_three_numbers_of_jaxlibs_version(monkeypatch):
+    versions = {}
+    monkeypatch.setattr(module._compat, "plugin_versions", versions.get)
+    with pytest.raises(MissingExtraError) as error:
+        require_compiler("rocm")
+    assert str(error.value) == (
+        "The ROCm compiler is not installed.\n"
+        "  where: jshard plan --topology\n"
+        "  why:   it needs jax-rocm7-pjrt, but no AMD GPU and no ROCm.\n"
+        "  do:    pip install 'jshard[plan-rocm]'"
+    )
+    versions["jax-rocm10-pjrt"] = ("0.12.0.1", "0.12.0")
+    require_compiler("rocm")
+    versions["jax-rocm7-pjrt"] = ("0.12.0.1", "0.11.2")
+    with pytest.raises(MissingExtraError, match=r"jax-rocm7-pjrt has version 0.11.2, jaxlib 0.12.0.1") as error:
+        require_compiler("rocm")
+    assert error.value.do == "pip install jax-rocm7-pjrt==0.12.0"
 
 
 def test_a_missing_assembler_is_named(monkeypatch):
     monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.10.2"))
     monkeypatch.setattr(module, "_has_ptxas", lambda: False)
     with pytest.raises(MissingExtraError, match="ptxas, CUDA's assembler, is missing") as error:
-        require_compiler("gpu")
+        require_compiler("cuda")
     assert error.value.do == "pip install nvidia-cuda-nvcc-cu12"
 
 
@@ -140,6 +160,12 @@ def devices_of(*texts):
 @needs_gpu_compiler
 def test_devices_of_gpu_clusters():
     names = ["h100:2x8", "h200:1x8", "a100-40:1x4", "a100-80:2x2x2", "b200:1x8", "gb200:2x4"]
+    assert devices_of(*names) == [f"{name} {parse_topology(name).num_devices} gpu" for name in names]
+
+
+@needs_rocm_compiler
+def test_devices_of_clusters_of_amd_gpus():
+    names = ["mi300x:1x4", "mi250x:2x8"]
     assert devices_of(*names) == [f"{name} {parse_topology(name).num_devices} gpu" for name in names]
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 from jax.sharding import Mesh
 
@@ -17,6 +18,7 @@ from jshard.engine.layer_stacks import as_traced
 from jshard.inspect.audit import audit
 from jshard.inspect.communication import traffic_of
 from jshard.train import load_model_file
+from jshard.train.expected import ExpectedStep, compiler_of
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.micro_gpt import USERS_FILE
 
@@ -102,6 +104,32 @@ def test_another_step_stops_before_it_trains(folder, capsys, case):
     assert not list((folder / "run").glob("checkpoints/*")) if (folder / "run").exists() else True
     if case == "peak":
         assert cli.main([*ARGUMENTS, "--resume", "--expect", name, "--expect-within", "0.2"]) == 0
+
+
+class Client:
+    platform_version = "rocm 70014"
+
+
+class AmdGpu:
+    platform = "gpu"
+    client = Client()
+
+
+def test_a_plan_for_another_vendors_gpus_is_compared_by_what_the_annotations_need(folder):
+    """Their compilers combine collectives differently, as those of different platforms do."""
+    assert compiler_of(AmdGpu()) == "rocm" and compiler_of(jax.devices()[0]) == "cpu"
+    plan = json.loads((folder / "gpu.json").read_text())
+    (folder / "h100.json").write_text(json.dumps(plan | {"compiler": "cuda", "device": "NVIDIA H100 SXM, 80 GB"}))
+    expected = ExpectedStep.read(folder / "h100.json", within=0.05)
+    model_file = load_model_file("my_model.py")
+    _, recipe = model_file.recipe(None)
+    model, lowered = lowered_step(model_file, recipe, js.mesh(fsdp=8))
+    compiled = audit(lowered.compile(), plan=as_traced(js.plan(model)))
+    other = expected.check(compiled, platform="gpu", compiler="rocm")
+    assert "peak bytes" not in other
+    assert other.endswith("; of the step for a NVIDIA H100 SXM, 80 GB, not of the program compiled here")
+    same = expected.check(compiled, platform="gpu", compiler="cuda")
+    assert "peak bytes" in same and "not of the program" not in same
 
 
 def test_what_is_no_plan_is_refused(folder, capsys):
