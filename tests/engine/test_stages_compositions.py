@@ -623,7 +623,7 @@ def odd_dim(_: str, shape: tuple[int, ...]) -> int | None:
 
 
 def odd_tower() -> Layered:
-    return tower(3, lambda rngs: Layer(rngs, hidden=27))
+    return tower(4, lambda rngs: Layer(rngs, hidden=27))
 
 
 @pytest.mark.parametrize("degrees", [{}, wide({"fsdp": 1, "pipe": 4}), wide({"fsdp": 4, "pipe": 2})], ids=named)
