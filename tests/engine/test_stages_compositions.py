@@ -713,6 +713,6 @@ def test_a_state_moves_to_other_degrees_and_back(degrees, tmp_path):
 def test_weights_are_exported_and_read_on_stages(tmp_path):
     saved = {"model": state_on(pipe=4, fsdp=1)["model"]}
     js.checkpoint.save(tmp_path / "model.safetensors", saved)
-    others = Layered(nnx.Rngs(1), in_scan_layers, lambda rngs: Layer(rngs, hidden=27), 3)
+    others = Layered(nnx.Rngs(1), in_scan_layers, lambda rngs: Layer(rngs, hidden=27), 4)
     like = {"model": staged(others, shard_dim=odd_dim)}
     assert_same_state(js.checkpoint.restore(tmp_path / "model.safetensors", like=like), saved)
