@@ -131,6 +131,7 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
 
 # With --min-processes: the meshes of fewer processes.
 
+# As text: `jshard.plans.mesh` imports JAX, for which a supervisor would wait.
 _KEPT_AXES = ("pipe", "expert", "context", "tensor")
 _DATA_AXES = ("replica", "fsdp", "pipe", "expert")  # the batch is divided over them
 
@@ -138,8 +139,8 @@ _DATA_AXES = ("replica", "fsdp", "pipe", "expert")  # the batch is divided over 
 def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, int] | None:
     """Returns the degrees of a mesh for so many processes `of` all.
 
-    It has fewer replicas, or if they do not divide, less `fsdp`. None if the degrees that are
-    kept do not divide the remaining devices.
+    It has fewer replicas, or if they do not divide, less `fsdp`. None if the degrees that are kept do not divide the
+    remaining devices.
     """
     devices = math.prod(sizes.values())
     kept_degree = _degree_over(_KEPT_AXES, sizes)

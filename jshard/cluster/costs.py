@@ -22,7 +22,13 @@ from jshard.api.revise import has_inner_units, repeated_layers, revise_layers
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.machine import Machine
-from jshard.cluster.predicted_stages import compute_factor, sums_bytes, with_carries, with_predicted_stages
+from jshard.cluster.predicted_stages import (
+    check_divides,
+    compute_factor,
+    sums_bytes,
+    with_carries,
+    with_predicted_stages,
+)
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
 from jshard.inspect.communication import FORWARD, unit_traffic
 from jshard.inspect.hlo.collectives import group_along
@@ -109,18 +115,18 @@ class Costs:
         Raises:
             SettingError: the recipe cannot have its settings.
             AnnotationError: the model cannot be annotated on its mesh.
+            CallError: the recipe has too few microbatches for the stages of its mesh.
         """
         recipe = override(self.recipe, variant.settings)
         planned = self._planned(tuple(variant.mesh.items()), tuple(variant.units.items()))
         rows = recipe.batch_size // recipe.accumulate // data_shards(variant.mesh)
+        check_divides(planned.plan, rows)
+        plan = with_carries(planned.plan, self._layer_input_bytes(rows, variant))
         saved = self._saved(rows, _remat_setting(variant), _sequence_axes(variant))
         saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + planned.kept_bytes)
-        memory = planned.memory.with_activations(saved)
-        collectives = list(planned.collectives)
-        if planned.plan.stages:
-            plan = with_carries(planned.plan, self._layer_input_bytes(rows, variant))
-            memory = dataclasses.replace(memory, stages=stages_memory(plan))
-            collectives += _between_places(plan, self.recipe.stages, self.machine.assumptions)
+        memory = dataclasses.replace(planned.memory.with_activations(saved), stages=stages_memory(plan))
+        between_places = _between_places(plan, recipe.stages, self.machine.assumptions)
+        collectives = [*planned.collectives, *between_places]
         compute_s = self._compute_s(planned.plan, recipe, rows, variant)
         phases_s = self._phases_s(planned.plan, compute_s / recipe.accumulate)
         communication_s, exposed_s = _exposed_s(collectives, phases_s)
@@ -264,6 +270,8 @@ class Costs:
 
     def _layer_input_bytes(self, rows: int, variant: Variant) -> float:
         """Returns the bytes of a layer's input for the examples of a device: what full remat saves of each layer."""
+        if variant.mesh.get(PIPE, 1) == 1:
+            return 0.0  # it is sent nowhere, and would be one more trace
         saved = self._saved(rows, "full", _sequence_axes(variant))
         return max(saved.saved_bytes - saved.outside_bytes, 0) / max(sum(self._depths), 1)
 

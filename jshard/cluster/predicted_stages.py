@@ -11,6 +11,8 @@ from collections.abc import Collection, Hashable, Iterator
 
 import jax.numpy as jnp
 
+from jshard.inspect.communication.of_parameter import gathered_elements
+from jshard.inspect.communication.staged import paths_gathered_on_stages, reduced_on_stages
 from jshard.plans.mesh import PIPE
 from jshard.plans.plan import ShardPlan, UnitPlan
 from jshard.plans.staged_loops import (
@@ -23,6 +25,7 @@ from jshard.plans.staged_loops import (
     TracedStages,
 )
 from jshard.plans.stages import Stages, StageSchedule
+from jshard.recipes.overrides import SettingError
 
 
 def with_predicted_stages(plan: ShardPlan, layers: Collection[str], settings: Stages) -> ShardPlan:
@@ -85,8 +88,27 @@ def _loops_of(
     yield dataclasses.replace(forward, phase=BACKWARD, parameters=gathered_again, gradients=tuple(gradients))
 
 
+def check_divides(plan: ShardPlan, rows: int) -> None:
+    """Raises `SettingError` unless the examples of a data shard divide into the microbatches of its stages.
+
+    Args:
+        plan: with predicted loops.
+        rows: examples of one device.
+    """
+    for loop in plan.stages.loops:
+        schedule = loop.schedule
+        num_places = schedule.layout.num_places
+        if rows * num_places % schedule.num_microbatches:
+            raise SettingError(
+                "The batch does not divide into the microbatches of the pipeline.",
+                where=f"{rows * num_places} examples on each data shard",
+                why=f"{schedule.num_microbatches} microbatches of equal size are needed.",
+                do=f"--set stages.microbatches={num_places}",
+            )
+
+
 def with_carries(plan: ShardPlan, layer_input_bytes: float) -> ShardPlan:
-    """Returns a plan whose loops on stages have carries of a size.
+    """Returns a plan whose loops on stages have the carries of a batch.
 
     Args:
         plan: with predicted loops.
@@ -94,44 +116,41 @@ def with_carries(plan: ShardPlan, layer_input_bytes: float) -> ShardPlan:
     """
     loops = []
     for loop in plan.stages.loops:
+        schedule = loop.schedule
         # The examples of all places go through each of them, in microbatches.
-        entering_bytes = layer_input_bytes * loop.schedule.layout.num_places
-        carry_bytes = entering_bytes / loop.schedule.num_microbatches
+        entering_bytes = layer_input_bytes * schedule.layout.num_places
+        carry_bytes = entering_bytes / schedule.num_microbatches
         loops.append(dataclasses.replace(loop, carry_bytes=round(carry_bytes), entering_bytes=round(entering_bytes)))
     return dataclasses.replace(plan, stages=dataclasses.replace(plan.stages, loops=tuple(loops)))
 
 
-def share_on_stages(plan: ShardPlan) -> float:
-    """Returns the share of a model's parameters that is in loops on stages: about that of its products."""
-    paths: set[str] = set()
-    for loop in plan.stages.loops:
-        for parameter in loop.parameters:
-            paths.update(parameter.paths)
-    on_stages = sum(leaf.placement.size for leaf in plan.leaves_at(sorted(paths)))
-    return on_stages / max(plan.num_parameters, 1)
-
-
 def compute_factor(plan: ShardPlan) -> float:
     """Returns how much longer a step computes than without stages: its bubble."""
-    bubbles = [loop.schedule.bubble for loop in plan.stages.loops]
-    if not bubbles:
+    if not plan.stages:
         return 1.0
-    return 1 + share_on_stages(plan) * (1 / (1 - max(bubbles)) - 1)
+    bubble = max(loop.schedule.bubble for loop in plan.stages.loops)
+    longer_loop = 1 / (1 - bubble)
+    # The bubble is that of the loops: what is outside of them takes as long as without stages.
+    share = _share_on_stages(plan)
+    return share * longer_loop + (1 - share)
+
+
+def _share_on_stages(plan: ShardPlan) -> float:
+    """Returns the share of a model's parameters that is in loops on stages: about that of its products."""
+    leaves = plan.leaves_at(paths_gathered_on_stages(plan))
+    num_on_stages = sum(leaf.placement.size for leaf in leaves)
+    return num_on_stages / max(plan.num_parameters, 1)
 
 
 def sums_bytes(plan: ShardPlan) -> float:
     """Returns what a device reads and writes in a step to add the gradients of its microbatches."""
     total_bytes = 0.0
-    for loop in plan.stages.loops:
-        layout = loop.schedule.layout
-        for gradient in loop.gradients:
-            leaves = plan.leaves_at(gradient.paths)
-            if not leaves:
-                continue
-            placement = leaves[0].placement
-            # The sum is read and written; the gradient is read as it was computed.
-            bytes_each = 2 * jnp.dtype(gradient.dtype).itemsize + jnp.dtype(placement.gathered_dtype).itemsize
-            gathered_elements = placement.stored_size * placement.degree / placement.shards
-            elements_of_layer = gathered_elements * len(leaves) / layout.num_layers
-            total_bytes += elements_of_layer * bytes_each * layout.layers_per_place * loop.schedule.num_microbatches
+    for gradient, on_stages in reduced_on_stages(plan):
+        schedule = on_stages.loop.schedule
+        sum_itemsize = jnp.dtype(gradient.dtype).itemsize
+        computed_itemsize = jnp.dtype(on_stages.stored.gathered_dtype).itemsize
+        elements_of_layer = gathered_elements(on_stages.stored) * on_stages.per_layer
+        # The sum is read and written; the gradient is read as it was computed.
+        bytes_each_time = elements_of_layer * (2 * sum_itemsize + computed_itemsize)
+        total_bytes += bytes_each_time * schedule.layout.layers_per_place * schedule.num_microbatches
     return total_bytes

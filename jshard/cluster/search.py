@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.costs import Cost, Costs
-from jshard.errors import AnnotationError
+from jshard.errors import AnnotationError, CallError
 from jshard.plans.mesh import FSDP, PIPE, REPLICA, data_shards
 from jshard.recipes.overrides import SettingError
 
@@ -27,7 +27,7 @@ class Search:
     default: Cost  # the requested one
     ranked: tuple[Cost, ...]  # those that fit by the estimate, fastest first; among equal times the smallest first
     too_large: tuple[Cost, ...]  # those that do not fit, smallest first
-    refused: Mapping[str, str]  # meshes that cannot be annotated, with the reason
+    refused: Mapping[str, str]  # meshes that the model cannot run on, with the reason
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -65,14 +65,14 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
     estimated = [default]
     refused: dict[str, str] = {}
     for variant in _configurations(costs, mesh):
-        # The other settings do not change whether a mesh can be annotated.
+        # What refuses a mesh depends on no other setting: the annotation, or too few microbatches for its stages.
         if variant.mesh_text in refused:
             continue
         try:
             cost = costs.of(variant)
         except SettingError:  # the recipe refuses this number of microbatches
             continue
-        except AnnotationError as error:
+        except (AnnotationError, CallError) as error:
             refused[variant.mesh_text] = error.what
             continue
         # The requested one is in the list already, under its own name.
@@ -99,61 +99,53 @@ def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
 
 
 def _configurations(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
-    """Yields the ways to split the devices, to keep or recompute, and to divide the batch; and pipeline stages.
+    """Yields the ways to split the devices, to keep or recompute, and to divide the batch.
 
     The other axes of the mesh stay as requested.
     """
-    yield from _without_stages(costs, mesh)
-    if mesh.get(PIPE, 1) == 1:
-        yield from _with_stages(costs, mesh)
+    for split in _splits_in_replicas(mesh):
+        yield from _variants(costs, split, _reshards(split[FSDP], costs.machine.near))
+    for split in _splits_in_stages(costs, mesh):
+        # What a stage gathers again for backward, it gathers beside all microbatches of a round.
+        yield from _variants(costs, split, [True])
 
 
-def _with_stages(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
-    """Yields the ways to run the layers on pipeline stages, each of them sharded over the rest of the devices.
-
-    Within one host the links are fast, and stages would only add their bubble.
-    """
+def _variants(costs: Costs, mesh: Mapping[str, int], reshards: Sequence[bool | int]) -> Iterator[Variant]:
+    """Yields the configurations of a mesh, for each of some values of `reshard_after_forward`."""
     recipe = costs.recipe
-    num_devices = mesh[REPLICA] * mesh[FSDP]
     microbatches = _microbatches(recipe.batch_size, data_shards(mesh))
-    for pipe in _degrees_of_pipe(num_devices // costs.machine.near, costs.num_layers):
-        split = dict(mesh) | {PIPE: pipe, REPLICA: 1, FSDP: num_devices // pipe}
-        for count, remat in itertools.product(microbatches, _REMATS):
-            units = {"reshard_after_forward": True, "remat": remat}
-            yield Variant(
-                name=_name_of(split, units, count),
-                mesh=split,
-                accumulate=None if count == recipe.accumulate else count,
-                units=units,
-            )
+    for count, reshard, remat in itertools.product(microbatches, reshards, _REMATS):
+        units = {"reshard_after_forward": reshard, "remat": remat}
+        yield Variant(
+            name=_name_of(mesh, units, count),
+            mesh=mesh,
+            accumulate=None if count == recipe.accumulate else count,
+            units=units,
+        )
 
 
-def _degrees_of_pipe(num_hosts: int, num_layers: int) -> list[int]:
-    """Returns the numbers of stages to try: powers of two that divide the hosts, each with a layer."""
-    degrees = []
-    degree = 2
-    while degree <= min(num_hosts, num_layers):
-        if num_hosts % degree == 0:
-            degrees.append(degree)
-        degree *= 2
-    return degrees
-
-
-def _without_stages(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
-    recipe = costs.recipe
+def _splits_in_replicas(mesh: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yields the meshes with other degrees of sharding, the largest first."""
     num_devices = mesh[REPLICA] * mesh[FSDP]
-    microbatches = _microbatches(recipe.batch_size, data_shards(mesh))
     for fsdp in _splits(num_devices):
-        split = dict(mesh) | {REPLICA: num_devices // fsdp, FSDP: fsdp}
-        reshards = _reshards(fsdp, costs.machine.near)
-        for count, reshard, remat in itertools.product(microbatches, reshards, _REMATS):
-            units = {"reshard_after_forward": reshard, "remat": remat}
-            yield Variant(
-                name=_name_of(split, units, count),
-                mesh=split,
-                accumulate=None if count == recipe.accumulate else count,
-                units=units,
-            )
+        yield dict(mesh) | {REPLICA: num_devices // fsdp, FSDP: fsdp}
+
+
+def _splits_in_stages(costs: Costs, mesh: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yields the meshes with pipeline stages, each sharded over the rest of the devices.
+
+    Within one host the links are fast, and stages would only add their bubble. So there are as many as divide the
+    hosts, in powers of two, with a layer for each.
+    """
+    if mesh.get(PIPE, 1) > 1:  # as requested
+        return
+    num_devices = mesh[REPLICA] * mesh[FSDP]
+    num_hosts = num_devices // costs.machine.near
+    pipe = 2
+    while pipe <= min(num_hosts, costs.num_layers):
+        if num_hosts % pipe == 0:
+            yield dict(mesh) | {PIPE: pipe, REPLICA: 1, FSDP: num_devices // pipe}
+        pipe *= 2
 
 
 def _splits(num_devices: int) -> list[int]:

@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jshard.errors import AnnotationError
@@ -109,40 +110,69 @@ class MixedPrecision:
 
 
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "gather_dtype", "wire_dtype")
-
-
 _FIELDS_OF_WIRES = ("gather_dtype", "wire_dtype")
 
 
 def _checked_dtype(field: str, value: DTypeLike) -> str:
     """Returns the name of a dtype or wire that is valid for a field; raises AnnotationError for others."""
-    wires = registered_names()
-    if field in _FIELDS_OF_WIRES and isinstance(value, str) and value in wires:
-        return value
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        if field in _FIELDS_OF_WIRES and isinstance(value, str):
-            return wire_named(value).name  # raises: there is none
-        dtype = jnp.dtype(bool)  # no dtype at all: refused below like any dtype that is not floating
-    if field in _FIELDS_OF_WIRES and dtype.name in wires:
-        return dtype.name
+    dtype = _dtype_of(value)
+    if field in _FIELDS_OF_WIRES:
+        wire = _wire_of(value, dtype)
+        if wire is not None:
+            return wire
     if field == "gather_dtype":
-        raise AnnotationError(
-            "Parameters cannot be gathered in this dtype, and there is no wire of this name.",
-            where=f"MixedPrecision(gather_dtype={value!r})",
-            why=f"it must be a registered wire: {', '.join(wires)}; for a gather in 16 bits use `param_dtype`.",
-            do='js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", gather_dtype="float8_e4m3fn")',
-        )
-    if is_real_float(dtype):
+        raise _no_wire_to_gather(value)
+    if dtype is not None and is_real_float(dtype):
         return dtype.name
+    raise _too_narrow(field, value, dtype)
+
+
+def _dtype_of(value: DTypeLike) -> np.dtype | None:
+    """Returns the dtype that a value stands for; None if it stands for none."""
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        return None
+
+
+def _wire_of(value: DTypeLike, dtype: np.dtype | None) -> str | None:
+    """Returns the name of the wire that a value stands for; None for a dtype that is no wire.
+
+    Args:
+        value: as the user has given it: the name of a wire, or a dtype.
+        dtype: the dtype that it stands for, if it stands for one.
+    """
+    wires = registered_names()
+    # First by name: a wire of the user's own may be called as a dtype is.
+    if isinstance(value, str) and value in wires:
+        return value
+    if dtype is not None:
+        return dtype.name if dtype.name in wires else None
+    if isinstance(value, str):
+        return wire_named(value).name  # raises: there is none
+    return None
+
+
+def _no_wire_to_gather(value: DTypeLike) -> AnnotationError:
+    return AnnotationError(
+        "Parameters cannot be gathered in this dtype, and there is no wire of this name.",
+        where=f"MixedPrecision(gather_dtype={value!r})",
+        why=f"it must be a registered wire: {', '.join(registered_names())}; for a gather in 16 bits use"
+        " `param_dtype`.",
+        do='js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", gather_dtype="float8_e4m3fn")',
+    )
+
+
+def _too_narrow(field: str, value: DTypeLike, dtype: np.dtype | None) -> AnnotationError:
+    """Returns the error for a dtype that no plain cast can be to, or for what is no dtype."""
+    wires = registered_names()
     in_8_bits = ""
-    if field == "param_dtype" and dtype.name in wires:
+    if field == "param_dtype" and dtype is not None and dtype.name in wires:
         in_8_bits = f', gather_dtype="{dtype.name}"'
     or_wire = ""
     if field == "wire_dtype":
         or_wire = f" Or a registered wire: {', '.join(wires)}."
-    raise AnnotationError(
+    return AnnotationError(
         "A mixed-precision dtype is not floating point, or too narrow for a plain cast.",
         where=f"MixedPrecision({field}={value!r})",
         why="it must be a floating dtype of 16 bits or more: a cast has no scale, which fp8 needs." + or_wire,

@@ -319,19 +319,11 @@ def _check_rows(recipe: Recipe, mesh: AnyMesh) -> None:
 def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
     """Yields the settings whose values are invalid alone."""
     for key, least in _LEAST.items():
-        if key in _MAY_BE_NONE and getattr(recipe, key) is None:
-            continue
         value = getattr(recipe, key)
-        # `Integral` has NumPy's integers, too, and True, which is no number of steps.
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-            is_whole = isinstance(value, float) and value.is_integer()
-            proposal = int(value) if is_whole else max(least, 1)
-            yield _InvalidValue(key, f"{key} is a {type(value).__name__}, not an int.", proposal)
-        elif value < least:
-            yield _InvalidValue(key, f"{key} must be at least {least}.", least)
-        elif int(value) > _MOST:
-            why = f"{key} must be at most 2**63 - 1, as arrays count in 64 bits."
-            yield _InvalidValue(key, why, max(least, 1))
+        may_be_left_out = key in _MAY_BE_NONE and value is None
+        invalid_count = None if may_be_left_out else _invalid_count(key, value, least)
+        if invalid_count is not None:
+            yield invalid_count
     if recipe.loss_scale not in LOSS_SCALES:
         yield _InvalidValue("loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto")
     if not _is_finite(recipe.learning_rate):
@@ -341,6 +333,21 @@ def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
     if not _is_finite(recipe.min_delta):
         yield _InvalidValue("min_delta", "min_delta must be a finite number, 0 or more.", 0.0)
     yield from _invalid_average(recipe)
+
+
+def _invalid_count(key: str, value: Any, least: int) -> _InvalidValue | None:
+    """Returns what is wrong with a whole number of a recipe; None if it is valid."""
+    # `Integral` has NumPy's integers, too, and True, which is no number of steps.
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        is_whole = isinstance(value, float) and value.is_integer()
+        proposal = int(value) if is_whole else max(least, 1)
+        return _InvalidValue(key, f"{key} is a {type(value).__name__}, not an int.", proposal)
+    if value < least:
+        return _InvalidValue(key, f"{key} must be at least {least}.", least)
+    if int(value) > _MOST:
+        why = f"{key} must be at most 2**63 - 1, as arrays count in 64 bits."
+        return _InvalidValue(key, why, max(least, 1))
+    return None
 
 
 def _invalid_average(recipe: Recipe) -> Iterator[_InvalidValue]:

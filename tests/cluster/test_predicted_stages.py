@@ -55,12 +55,12 @@ def test_predicted_loops_are_those_of_the_trace(stages):
     assert compute_factor(predicted) > 1
 
 
-def searched(topology: str, tokens: int):
+def searched(topology: str, tokens: int, *settings: str):
     """A search for GPT-3 with a sequence on each device, as `jshard plan --auto` makes it."""
     cluster = parse_topology(topology)
     model_file = load_model_file(MODELS / "gpt.py")
     recipe = override(
-        model_file.recipes["gpt3_175b"](), [f"sequence_length={tokens}", f"batch_size={cluster.num_devices}"]
+        model_file.recipes["gpt3_175b"](), [f"sequence_length={tokens}", f"batch_size={cluster.num_devices}", *settings]
     )
     assumptions = assumptions_of(cluster)
     machine = Machine(cluster.num_devices, cluster.device.hbm_bytes, cluster.fast_group, assumptions)
@@ -84,3 +84,13 @@ def test_stages_are_not_chosen_where_communication_is_hidden(topology, tokens):
     result = searched(topology, tokens)
     best = min((*result.ranked, *result.too_large), key=lambda cost: cost.step_s)
     assert best.variant.mesh.get("pipe", 1) == 1
+
+
+@pytest.mark.wide
+def test_stages_that_the_microbatches_do_not_fit_are_left_out():
+    """8 microbatches are too few for 16 places and more, and 2 or 4 places have no 8 examples, with one on each."""
+    result = searched("h100:64x8", 512, "stages.microbatches=8")
+    assert degrees_of_pipe(result) == {1, 8}
+    reasons = {mesh: why for mesh, why in result.refused.items() if "pipe" in mesh}
+    assert len(reasons) == 3
+    assert set(reasons.values()) == {"The pipeline has too few microbatches."}
