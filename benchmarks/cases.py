@@ -34,6 +34,8 @@ CASES = {
     "limiter": Case("limiter", "budgets of prefetching, compiled for GPUs; needs plan-gpu, and no GPU"),
     "memory": Case("memory", "memory of a step, estimated and compiled for GPU clusters; needs plan-gpu, and no GPU"),
     "published": Case("published", "published step times beside planned ones; needs plan-gpu, and no GPU"),
+    "experts": Case("experts", "what experts chose for large published runs, and what --auto chooses; estimated"),
+    "grid": Case("grid.case", "models on clusters, compiled by jshard and by GSPMD; needs plan-gpu, and no GPU"),
     "optimizers": Case("optimizers", "how far each Optax optimizer is from one device on sharded state"),
     "checkpoint": Case("checkpoint", "saving and restoring, beside Orbax as it is, PyTorch's DCP, and plain files"),
     "reshard": Case("reshard", "a model moved to another mesh in memory, beside a checkpoint that is restored there"),

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import markdown_table
-from jshard.cli.ckpt._ettr import ettr as expected_ettr
+from jshard.checkpoint.series.ettr import ettr as expected_ettr
 
 _LIMIT_S = 900.0
 _CHECKPOINT_EVERY = 8

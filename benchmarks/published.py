@@ -5,27 +5,37 @@ compiled for its cluster, which is not here, and estimated with the constants of
 jshard.cluster.machine. Each is from a source, and of those for GPUs none was fitted; but which
 source an A100 and attention on an H100 go by was decided after a first look at the rows of lf, pax, mt, titan and fms,
 not at those of kf, il and tl. Beside it stand predictors of one line, whose constants are fitted to the rows: once to
-all of them, and once for each source to those of the others. Rows of TPUs stand apart.
+all of them, and once for each source to those of the others. Rows of AMD GPUs and of TPUs stand apart.
+
+A row of an AMD GPU, or of several TPU slices, also has in words what is "assumed" because its source does not state it,
+and in what jshard's program "differs" from the one that ran.
+
+With `--pairs FILE`, configurations of one model on one cluster are planned in place of the rows, and counted by whether
+the plan orders them as they were measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import statistics
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import new_axes, save
 from benchmarks.planned import require
+from benchmarks.published_pairs import By, plan_pairs
+from benchmarks.published_pairs import table as table_of_pairs
 from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.machine import PlannedCluster, parse_known
 from jshard.cluster.report import ClusterPlan
-from jshard.cluster.topology import parse_topology
+from jshard.cluster.topology import parse_topology, require_compiler
+from jshard.errors import MissingExtraError
+from jshard.facts.device_files import SUFFIX
 
 TITLE = "Published step times, and planned ones"
 MEASURES_TIME = False
@@ -33,6 +43,9 @@ MEASURES_TIME = False
 _ROWS = Path(__file__).with_name("published_rows.json")
 _MODELS = Path(__file__).parents[1] / "models"
 _QUICK = ("kf_7b_4", "mt_7b_8", "fms_7b_128")
+_QUICK_PAIRS = "kf_7b_4"
+_NAMES = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "tpu": "TPUs"}
+_EXTRAS = {"cuda": "plan-gpu", "rocm": "plan-rocm", "tpu": "plan-tpu"}
 
 Row = Mapping[str, Any]
 Group = Callable[[Row], str]
@@ -52,27 +65,62 @@ def arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--rows", type=Path, default=_ROWS, metavar="FILE", help="as published_rows.json, with other rows"
     )
-    parser.add_argument("--only", default="", metavar="ID,...", help="some of them")
+    parser.add_argument("--only", default="", metavar="ID,...", help="some of them; of pairs, the ids that begin so")
+    parser.add_argument("--pairs", type=Path, metavar="FILE", help="as published_pairs.json: ranks them, plans no rows")
+    parser.add_argument(
+        "--by",
+        choices=typing.get_args(By),
+        default="estimate",
+        help="how pairs are planned: in seconds or minutes each",
+    )
 
 
-def run(*, quick: bool, rows: Path = _ROWS, only: str = "") -> dict[str, Any]:
-    """Plans the rows.
+def run(
+    *, quick: bool, rows: Path = _ROWS, only: str = "", pairs: Path | None = None, by: By = "estimate"
+) -> dict[str, Any]:
+    """Plans the rows, or pairs.
 
     Returns:
-        "rows": a dict per row.
+        "rows": a dict per row; or what `plan_pairs` returns.
     """
+    if pairs is not None:
+        return plan_pairs(pairs, by=by, only=only or (_QUICK_PAIRS if quick else ""))
     wanted = only.split(",") if only else _QUICK if quick else ()
-    asked = [row for row in json.loads(rows.read_text())["rows"] if not wanted or row["id"] in wanted]
-    if importlib.util.find_spec("libtpu") is None and not all(map(_is_tpu, asked)):
-        asked = [row for row in asked if not _is_tpu(row)]
-        print("rows of TPUs are left out: they need the extra plan-tpu, too", flush=True)
-    for compiler in {parse_topology(row["topology"]).device.compiler for row in asked}:
-        require(compiler)
-    return {"rows": [_planned(row) for row in asked]}
+    requested = [row for row in json.loads(rows.read_text())["rows"] if not wanted or row["id"] in wanted]
+    return {"rows": [_planned(row) for row in _compilable(requested)]}
 
 
-def _is_tpu(row: Row) -> bool:
-    return parse_topology(row["topology"]).device.platform == "tpu"
+def _compilable(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows that can be compiled here; says which cannot, and ends the run if that is all of them."""
+    compilers = list(dict.fromkeys(map(_compiler, rows)))
+    installed = {compiler for compiler in compilers if _is_installed(compiler)}
+    if not installed:
+        require(compilers[0])
+    for compiler in compilers:
+        if compiler not in installed:
+            print(f"rows of {_NAMES[compiler]} are left out: they need the extra {_EXTRAS[compiler]}, too", flush=True)
+    return [row for row in rows if _compiler(row) in installed]
+
+
+def _is_installed(compiler: str) -> bool:
+    try:
+        require_compiler(compiler)
+    except MissingExtraError:
+        return False
+    return True
+
+
+def _compiler(row: Row) -> str:
+    """The compiler of a row's cluster: "cuda", "rocm" or "tpu"."""
+    return parse_topology(_topology(row)).device.compiler
+
+
+def _topology(row: Row) -> str:
+    """The row's cluster. Files of devices are in this folder."""
+    text = row["topology"]
+    if SUFFIX in text:
+        return str(Path(__file__).parent / text)
+    return text
 
 
 def _planned(row: Row) -> dict[str, Any]:
@@ -83,16 +131,17 @@ def _planned(row: Row) -> dict[str, Any]:
         settings=tuple(row["settings"]),
         mesh=row["mesh"],
         units=row.get("units", {}),
-        topology=row["topology"],
+        topology=_topology(row),
         profile="fastest",
     )
     known = parse_known([f"{name}={value}" for name, value in row["assume"].items()])
-    cluster = PlannedCluster(parse_topology(row["topology"]), known)
+    cluster = PlannedCluster(parse_topology(_topology(row)), known)
     plan = ClusterPlan.of(compile_step(request), cluster=cluster, name=row["id"])
     device, found = plan.topology.device, plan.estimates
     peak = device.flops_per_s["bf16"]
     return dict(row) | {
         "device": device.name,
+        "states": not cluster.has_bounds_only,
         "devices": plan.topology.num_devices,
         "low_s": found.fastest.step_s,
         "stated_s": found.stated.step_s,
@@ -154,32 +203,53 @@ def stated(row: Row) -> float:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """The rows, the errors beside those of simple predictors, and those by source; TPUs separately."""
-    rows = [row for row in result["rows"] if not _is_tpu(row)]
-    tpus = [row for row in result["rows"] if _is_tpu(row)]
-    return [
+    """The rows, the errors beside those of simple predictors, and those by source; AMD GPUs and TPUs separately."""
+    if "configurations" in result:
+        return table_of_pairs(result)
+    by_compiler: dict[str, list[Row]] = {"cuda": [], "rocm": [], "tpu": []}
+    for row in result["rows"]:
+        by_compiler[_compiler(row)].append(row)
+    sections = {"cuda": _of_gpus, "rocm": _of_amd, "tpu": _of_tpus}
+    lines = [
         "Planned, and nothing was run: each row is compiled for its cluster and estimated, as `jshard plan` does it.",
         "",
-        *(_of_gpus(rows) if rows else []),
-        *(_of_tpus(tpus) if tpus else []),
-        "Sources:",
-        "",
-        *(f"- {source}" for source in dict.fromkeys(row["source"] for row in (*rows, *tpus))),
     ]
+    for compiler, rows in by_compiler.items():
+        if rows:
+            lines += sections[compiler](rows)
+    in_order = [row for rows in by_compiler.values() for row in rows]
+    sources = dict.fromkeys(row["source"] for row in in_order)
+    return [*lines, "Sources:", "", *(f"- {source}" for source in sources)]
 
 
 def _rows_and_errors(rows: Sequence[Row]) -> list[str]:
-    mine = errors(rows, stated)
     inside = sum(row["low_s"] <= row["published_step_s"] <= row["high_s"] for row in rows)
     fits = sum(row["fits"] for row in rows)
     head = ["row", "cluster", "published, s", "low", "stated", "high", "stated / published", "inside", "hidden", "GiB"]
     return [
         *markdown_table(head, map(_cells, rows), num_words=2),
         "",
-        f"{len(rows)} rows: median error {statistics.median(mine):.1%}, 90th percentile {percentile(mine, 0.9):.1%};"
+        f"{len(rows)} rows: {_errors_in_words(rows)}"
         f" {inside} of {len(rows)} published times are inside the stated range, {fits} of {len(rows)} fit (all ran).",
         "",
     ]
+
+
+def _errors_in_words(rows: Sequence[Row]) -> str:
+    """The errors of the rows for which a time is stated; for others there are bounds only."""
+    with_time = [row for row in rows if _states(row)]
+    if not with_time:
+        return "no time is stated, only bounds;"
+    mine = errors(with_time, stated)
+    words = f"median error {statistics.median(mine):.1%}, 90th percentile {percentile(mine, 0.9):.1%}"
+    if len(with_time) < len(rows):
+        words += f" of the {len(with_time)} with a stated time"
+    return f"{words};"
+
+
+def _states(row: Row) -> bool:
+    """Whether the plan states a time, and not only bounds."""
+    return row.get("states", True)
 
 
 def _of_gpus(rows: Sequence[Row]) -> list[str]:
@@ -204,6 +274,28 @@ def _of_gpus(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _of_amd(rows: Sequence[Row]) -> list[str]:
+    return [
+        "AMD GPUs, apart; no constant was fitted to these rows, and none was chosen after a look at them:",
+        "",
+        *_rows_and_errors(rows),
+        *_in_words(rows),
+    ]
+
+
+def _in_words(rows: Sequence[Row]) -> list[str]:
+    """What is assumed and what differs, of the rows that have it in words."""
+    cells = [[row["id"], row["framework"], row["assumed"], row["differs"]] for row in rows if "assumed" in row]
+    if not cells:
+        return []
+    return [
+        "What ran, what its source does not state and is assumed, and in what jshard's program differs from it:",
+        "",
+        *markdown_table(["row", "what ran", "assumed", "jshard's program"], cells, num_words=4),
+        "",
+    ]
+
+
 def _of_tpus(rows: Sequence[Row]) -> list[str]:
     return [
         "TPUs, apart:",
@@ -212,6 +304,7 @@ def _of_tpus(rows: Sequence[Row]) -> list[str]:
         "The least that products reach of a TPU's peak, 89 %, is what the row mx_32b_v5e executes of it: fitted to one"
         " row of these. The most is a measured product's. What attention reaches is assumed to be as on an H100.",
         "",
+        *_in_words(rows),
     ]
 
 
@@ -221,8 +314,12 @@ def _cells(row: Row) -> list[str]:
     gib = (
         f"{row['peak_gib']:.1f}" + (f" (published {peak:.1f})" if peak else "") + ("" if row["fits"] else ", too large")
     )
-    times = [f"{row[name]:.3f}" for name in ("published_step_s", "low_s", "stated_s", "high_s")]
-    return [row["id"], row["topology"], *times, f"{stated(row) / published:.2f}", inside, f"{row['hidden']:.0%}", gib]
+    low, middle, high = (f"{row[name]:.3f}" for name in ("low_s", "stated_s", "high_s"))
+    ratio = f"{stated(row) / published:.2f}"
+    if not _states(row):
+        middle = ratio = "-"
+    times = [f"{published:.3f}", low, middle, high]
+    return [row["id"], row["topology"], *times, ratio, inside, f"{row['hidden']:.0%}", gib]
 
 
 def _ranked(rows: Sequence[Row]) -> list[list[str]]:
@@ -240,13 +337,16 @@ def _two(values: Sequence[float]) -> tuple[str, str]:
 
 
 def pictures(result: dict[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Published against planned: the ratio of each row with its range, and a line at 1."""
+    """Published against planned: the ratio of each row with its range, and a line at 1. Of pairs, none."""
+    if "configurations" in result:
+        return []
     rows = result["rows"]
     axes = new_axes(width=8, height=0.24 * len(rows) + 1)
     for place, row in enumerate(reversed(rows)):
         published = row["published_step_s"]
         axes.plot([row["low_s"] / published, row["high_s"] / published], [place, place], color="0.7", linewidth=4)
-        axes.plot(stated(row) / published, place, marker="o", color="C0", markersize=4)
+        if _states(row):
+            axes.plot(stated(row) / published, place, marker="o", color="C0", markersize=4)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(range(len(rows)), [f"{row['id']}, {row['topology']}" for row in reversed(rows)])
     axes.set_xlabel("planned / published step time; the bar is the stated range")

@@ -85,8 +85,8 @@ def _remarks(module: ModuleType, report: dict[str, Any]) -> list[str]:
     if report["quick"]:
         remarks.append("**Quick run: shows that the benchmark works, its figures mean nothing.**")
     if not module.MEASURES_TIME:
-        return [*remarks, "No time is measured."]
-    if report["load_per_core_before"] > _QUIET_LOAD:
+        remarks.append("No time is measured.")
+    elif report["load_per_core_before"] > _QUIET_LOAD:
         remarks.append("**Measured under load: other programs had the cores too, so all figures are too large.**")
     remarks = remarks or ["Measured on a quiet machine."]
     return [*remarks, report["note"]] if report["note"] else remarks

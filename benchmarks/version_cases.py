@@ -109,5 +109,5 @@ CASES: dict[str, Case] = {
     "mixtral, 512": _model("moe", "mixtral_8x7b", 512, **_WIDE),
     "vdit_4b": _model("vdit", "vdit_4b", 64),
     "vdit_4b, unrolled": _model("vdit", "vdit_4b", 64, _ONE_BY_ONE, "model.n_layer=8"),
-    "lora": _model("lora_gpt", "gpt2_small", 64),
+    "lora": _model("gpt", "gpt2_small", 64, "model.lora.rank=8", "model.lora.targets=c_fc,c_proj"),
 }

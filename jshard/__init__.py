@@ -2,7 +2,7 @@
 
 The public names are listed in `__init__.pyi`.
 
-Example:
+Examples:
     >>> import jshard as js
 """
 

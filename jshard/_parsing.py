@@ -126,7 +126,7 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
     Raises:
         FormError: it has another form, an integer is beyond 64 bits, a float is not finite, or a text is not Unicode.
 
-    Example:
+    Examples:
         >>> checked({"steps": [1, 2]}, dict[str, list[int]])
         {'steps': [1, 2]}
     """

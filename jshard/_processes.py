@@ -5,6 +5,7 @@ So any thread may call these while the devices are busy, waits have timeouts, an
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -71,18 +72,17 @@ def exchange(
     value: object,
     *,
     timeout_s: float = _LONG_S,
-    left: list[str] | None = None,
+    session: str = "",
     group: ProcessGroup | None = None,
 ) -> list[Any]:
-    """Exchanges a value of every process: returns those of all, once all have called.
+    """Exchanges a value of every process: returns those of all, once all have called. It is one meeting.
 
     Args:
         topic: a name; calls with the same topic must be in the same order in every process.
         value: this process's value, representable as JSON.
         timeout_s: how long to wait for the others.
-        left: for consecutive exchanges with different topics: the keys that this process left in the previous
-            exchange, which are deleted now and replaced by those of this one. Without it, the processes synchronize
-            once more, so that no keys are left.
+        session: a text that all have agreed on, and that no other call with this topic has. A process that comes when
+            the others no longer wait then fails at once. Without it, it cannot distinguish that from a new attempt.
         group: the processes that call it, all by default.
 
     Returns:
@@ -96,7 +96,7 @@ def exchange(
     if len(group.members) == 1:
         return [value]
     try:
-        texts = _Round(topic, timeout_s, group).exchange(json.dumps(value), left)
+        texts = _Round(topic, timeout_s, session, group).exchange(json.dumps(value))
     except RunError:
         raise
     except Exception as error:
@@ -117,7 +117,7 @@ def all_or_none(
     *,
     failed: Callable[[Mapping[int, Mapping[str, Any]]], FourPartError],
     timeout_s: float = _LONG_S,
-    left: list[str] | None = None,
+    session: str = "",
     group: ProcessGroup | None = None,
 ) -> list[Any]:
     """Lets all processes continue, or none: if one reports an error, all raise. Every process calls it.
@@ -130,7 +130,7 @@ def all_or_none(
             errors, "what", "where", "why" and "do", with "kind", the class, and "is_request", whether the request is
             at fault.
         timeout_s: how long to wait for the others.
-        left: see `exchange`.
+        session: see `exchange`.
         group: the processes that call it, all by default.
 
     Returns:
@@ -141,22 +141,27 @@ def all_or_none(
     """
     group = group or all_processes()
     # A process with an error comes, too: the others wait for its report.
-    reports = _exchange_reports(topic, value, error, timeout_s=timeout_s, left=left, group=group)
+    reports = _exchange_reports(topic, value, error, timeout_s=timeout_s, session=session, group=group)
     values = []
     parts_of_errors = {}
     for process, (parts, value_of_process) in zip(group.members, reports, strict=True):
         values.append(value_of_process)
         if parts is not None:
             parts_of_errors[process] = parts
-    if parts_of_errors and left:  # all know it, and none comes to the next exchange
-        with contextlib.suppress(RunError):
-            exchange(f"{topic}: failed", None, timeout_s=timeout_s, group=group)
-        withdraw(left)
     if error is not None:
         raise error
     if parts_of_errors:
         raise failed(parts_of_errors)
     return values
+
+
+def check_awaited(topic: str, *, timeout_s: float, session: str, group: ProcessGroup) -> None:
+    """Raises a `RunError` if others no longer wait for this process at an `exchange` to come; it does not wait.
+
+    For what must not happen once they have reported a failure. The arguments are those of the exchange.
+    """
+    if len(group.members) > 1:
+        _Round(topic, timeout_s, session, group).check_awaited()
 
 
 def _exchange_reports(
@@ -165,7 +170,7 @@ def _exchange_reports(
     error: Exception | None,
     *,
     timeout_s: float,
-    left: list[str] | None,
+    session: str,
     group: ProcessGroup,
 ) -> list[Any]:
     """Returns the parts of the error, or None, and the value of each process; raises if some did not answer."""
@@ -173,7 +178,7 @@ def _exchange_reports(
     if error is not None:
         parts = _parts(error)
     try:
-        return exchange(topic, [parts, value], timeout_s=timeout_s, left=left, group=group)
+        return exchange(topic, [parts, value], timeout_s=timeout_s, session=session, group=group)
     except RunError as missing:
         # The error of this process comes first: it may be why the others did not answer.
         if isinstance(error, FourPartError):
@@ -187,12 +192,6 @@ def _with_missing(error: FourPartError, missing: RunError) -> FourPartError:
     """Returns the error of this process, completed by the processes that did not answer."""
     where = [*error.where, *missing.where]
     return type(error)(error.what, where=where, why=f"{error.why}\n{missing.why}", do=error.do)
-
-
-def withdraw(left: list[str]) -> None:
-    """Deletes the keys that this process left in the last exchange, see `exchange`; all have read them."""
-    while left:
-        coordinator().key_value_delete(left.pop())
 
 
 def publish_failure(topic: str, error: Exception) -> None:
@@ -223,48 +222,101 @@ def show_threads() -> None:
         print(f"thread {names.get(ident, ident)}:\n{stack}", file=sys.stderr, flush=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """A point at which processes wait for each other: each comes, and none leaves before the last has come.
+
+    Attributes:
+        topic: what they exchange there.
+        is_in_main_thread: whether the main thread waited there, which is that of a training step.
+        begin_s: when this process came, by `time.perf_counter`.
+        end_s: when it left.
+    """
+
+    topic: str
+    is_in_main_thread: bool
+    begin_s: float
+    end_s: float
+
+
+# Of all `record_meetings` blocks that are running, by their identity: equal lists are not the same.
+_records: dict[int, list[Meeting]] = {}
+
+
+@contextlib.contextmanager
+def record_meetings() -> Iterator[list[Meeting]]:
+    """Records the meetings of this process, in all its threads, until the block ends.
+
+    A meeting costs every process the time until the slowest one has come, so their number is worth a test.
+
+    Examples:
+        >>> with record_meetings() as meetings:
+        ...     js.checkpoint.save("run/100", state)
+        >>> [meeting.topic for meeting in meetings]
+    """
+    meetings: list[Meeting] = []
+    _records[id(meetings)] = meetings
+    try:
+        yield meetings
+    finally:
+        del _records[id(meetings)]
+
+
+# By topic, the exchanges that this process has passed. A barrier is passed by all processes or by none, so the numbers
+# are equal on all.
+_num_passed: collections.Counter[str] = collections.Counter()
+
+
 class _Round:
     """One call of `exchange`: all processes publish their values and read those of the others, or all fail.
 
-    A barrier of the service is passed by all processes or by none; a process that is late fails at once. Passed
-    barriers are reused. A failed one is not, as some processes may never have reached it: its number is recorded, and
-    the next round uses the one after.
+    A barrier of the service is passed by all processes or by none. The number of failed rounds is recorded by the
+    service, as some processes may never have reached their barriers; the next round uses another one.
+
+    The values are deleted by the last process that has read them. So no process waits until all have read, and the
+    place of the next round is another one: a quick process may publish there while a slow one still reads here.
     """
 
-    def __init__(self, topic: str, timeout_s: float, group: ProcessGroup) -> None:
+    def __init__(self, topic: str, timeout_s: float, session: str, group: ProcessGroup) -> None:
         self._topic = f"{topic}{group.suffix}"
         self._group = group
         self._timeout_s = timeout_s
-        # For both meetings of the round together.
-        self._end_s = time.monotonic() + timeout_s
+        self._session = session
+        self._root = f"jshard/{self._topic}"
+        if session:
+            self._root = f"{self._root}/{session}"
         self._client = coordinator()
         self._process = jax.process_index()
 
-    def exchange(self, text: str, left: list[str] | None) -> list[str]:
+    def exchange(self, text: str) -> list[str]:
         """Publishes a string, and returns those of all."""
-        root = f"jshard/{self._topic}"
-        number = len(self._client.key_value_dir_get(f"{root}/failed/"))
-        value_place = f"{root}/{number}/given"
-        read_place = f"{root}/{number}/read"
-        unneeded = [self._key(value_place)]
+        num_failed = self._num_failed()
+        if self._session and num_failed:
+            raise self._late_error()
+        # Two places are enough: who is at the second has read what was at the first.
+        place = f"{self._root}/{num_failed}/{_num_passed[self._topic] % 2}"
         try:
-            self._meet(value_place, text)
-            texts = self._texts(value_place)
-            if left is None:
-                unneeded.append(self._key(read_place))
-                self._meet(read_place, "")  # no string is deleted or replaced before all have read it
-            else:  # all who came here have read the keys of the previous exchange
-                previous = left.copy()
-                left[:] = unneeded
-                unneeded = previous
+            self._meet(place, text)
+            if not self._session:  # which has no second round
+                # At once: all have passed, so all must count it, whatever fails below.
+                _num_passed[self._topic] += 1
+            texts = self._texts(place)
         except Exception:
             # The key of each failed round stays: their count is the number of the next round.
-            self._client.key_value_set(f"{root}/failed/{number}", "=", allow_overwrite=True)
+            self._client.key_value_set(f"{self._root}/failed/{num_failed}", "=", allow_overwrite=True)
+            self._client.key_value_delete(self._key(place))
             raise
-        finally:
-            for key in unneeded:
-                self._client.key_value_delete(key)
+        self._leave(place)
         return [texts[process] for process in self._group.members]
+
+    def check_awaited(self) -> None:
+        """Raises a `RunError` if others no longer wait for this process."""
+        if self._num_failed():
+            raise self._late_error()
+
+    def _num_failed(self) -> int:
+        """Returns how many rounds have failed in some process."""
+        return len(self._client.key_value_dir_get(f"{self._root}/failed/"))
 
     @property
     def _participants(self) -> list[int] | None:
@@ -272,26 +324,47 @@ class _Round:
         return None if self._group.is_all else list(self._group.members)
 
     def _key(self, place: str) -> str:
-        return f"{place}/{self._process}"
+        return f"{place}/given/{self._process}"
 
     def _meet(self, place: str, text: str) -> None:
-        """Publishes a string at a place, and returns once all have arrived there."""
+        """Publishes a string at a place, and returns once all have arrived there. All meetings are here."""
         # Before the barrier: who has passed it finds the strings of all.
         self._client.key_value_set(self._key(place), "=" + text, allow_overwrite=True)  # empty ones fail
-        timeout_ms = int(1000 * (self._end_s - time.monotonic()))
+        begin_s = time.perf_counter()
         try:
-            self._client.wait_at_barrier(place, max(1, timeout_ms), self._participants)
+            self._client.wait_at_barrier(place, max(1, int(1000 * self._timeout_s)), self._participants)
         except Exception as error:
             arrived = self._texts(place)
             missing = [process for process in self._group.members if process not in arrived]
             if missing:
                 raise self._timeout_error(missing) from error
             raise
+        is_in_main_thread = threading.current_thread() is threading.main_thread()
+        meeting = Meeting(self._topic, is_in_main_thread, begin_s, time.perf_counter())
+        for meetings in list(_records.values()):
+            meetings.append(meeting)
 
     def _texts(self, place: str) -> dict[int, str]:
         """Returns the strings published at a place so far, by process."""
-        published = self._client.key_value_dir_get(f"{place}/")
+        published = self._client.key_value_dir_get(f"{place}/given/")
         return {_process_of(key): text.removeprefix("=") for key, text in published}
+
+    def _leave(self, place: str) -> None:
+        """Notes that this process has read the strings; the last one deletes them, and the notes."""
+        num_readers = self._client.key_value_increment(f"{place}/readers", 1)
+        if num_readers == len(self._group.members):
+            # All keys that begin with it. Before this process comes to the next round, and thus before anyone comes
+            # to the one after it, which is at this place again.
+            self._client.key_value_delete(f"{place}/")
+
+    def _late_error(self) -> RunError:
+        host = socket.gethostname()
+        return RunError(
+            "The other processes did not wait for this one at a synchronization point.",
+            where=f"process {self._process} on {host}: {self._topic}",
+            why=f"it came when they no longer waited; each waits for {self._timeout_s:.0f} s.",
+            do="check what delayed this process.",
+        )
 
     def _timeout_error(self, missing: list[int]) -> RunError:
         show_threads()

@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
@@ -32,7 +31,8 @@ from jax.sharding import AbstractMesh, Mesh
 import jshard as js
 from jshard.checkpoint.formats import Stored
 from jshard.recipes.hf_config import checked_names, config_json
-from jshard.train import Batch, Recipe
+from jshard.recipes.lora import NO_LORA, LoRA
+from jshard.train import Batch, Recipe, segments_in, token_loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,13 @@ class GPTConfig:
     reserved_sms: int = 0  # multiprocessors that these leave alone; js.tune_overlap says how many
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     split_sequence: bool = False  # between products, over the `tensor` axis: less memory for activations
+    lora: LoRA = NO_LORA  # lora.rank=8: adapters beside the linear layers, which alone are trained
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"  # of gradients on their way to each other
     gather_dtype: str | None = None  # "float8_e4m3fn": matrices are sent in 8 bits, with scales
     wire_dtype: str | None = None  # "bfloat16": gradients are sent in 16 bits, and summed in `reduce_dtype`
-    remat: str = "none"
+    remat: str = "auto"
     offload: Literal["optimizer", "params"] | None = None  # what is in host memory
 
     def __post_init__(self) -> None:
@@ -72,14 +73,28 @@ class GPTConfig:
             raise ValueError(f"positions={self.positions!r} is neither 'learned' nor 'rotary'")
         if self.mlp not in ("plain", "pallas"):
             raise ValueError(f"mlp={self.mlp!r} is neither 'plain' nor 'pallas'")
+        if self.mlp == "pallas" and (self.lora.adapts("mlp.c_fc") or self.lora.adapts("mlp.c_proj")):
+            raise ValueError(
+                f"mlp='pallas' computes no adapters, and lora.targets={self.lora.targets!r} has some there"
+            )
+        self.lora.check(LINEARS.values())
 
 
 # ---- The model -------------------------------------------------------------------------------
 
 
-def linear(d_in: int, d_out: int, *, std: float, rngs: nnx.Rngs) -> nnx.Linear:
+# By the names of Hugging Face's GPT-2; each may have an adapter.
+LINEARS = {
+    "attention/qkv": "attn.c_attn",
+    "attention/out": "attn.c_proj",
+    "mlp/up": "mlp.c_fc",
+    "mlp/down": "mlp.c_proj",
+}
+
+
+def linear(config: GPTConfig, path: str, d_in: int, d_out: int, *, std: float, rngs: nnx.Rngs) -> nnx.Linear:
     """A linear layer with GPT-2's initialisation: normal weights, zero biases."""
-    return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+    return config.lora.linear(LINEARS[path], d_in, d_out, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
 def embed(num: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
@@ -98,15 +113,26 @@ def residual_std(config: GPTConfig) -> float:
     return 0.02 / math.sqrt(2 * config.n_layer)
 
 
+def positions_from(at: Any, length: int) -> jax.Array:
+    """The positions of so many tokens from `at` on, (1, T); in packed texts `at` has that of each token, (B, T)."""
+    return at if jnp.ndim(at) == 2 else (at + jnp.arange(length))[None]
+
+
 def rotate(x_BTHK: jax.Array, at: Any) -> jax.Array:
     """Rotary positions, from `at` on: rotates each pair of features by an angle that grows with the position."""
     T, K = x_BTHK.shape[1], x_BTHK.shape[3]
     frequency_k = 10_000.0 ** (-jnp.arange(K // 2) / (K // 2))
-    angle_TK = (at + jnp.arange(T))[:, None] * frequency_k[None]
-    cos, sin = jnp.cos(angle_TK)[None, :, None], jnp.sin(angle_TK)[None, :, None]
+    angle_BTk = positions_from(at, T)[..., None] * frequency_k[None, None]
+    cos, sin = jnp.cos(angle_BTk)[:, :, None], jnp.sin(angle_BTk)[:, :, None]
     x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
     return turned.astype(x_BTHK.dtype)
+
+
+def apart(segments_BT: jax.Array) -> jax.Array:
+    """A bias for attention, by which each token of packed texts sees only its own text: 0, or a very small number."""
+    is_own_B1TS = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+    return jnp.where(is_own_B1TS, 0.0, -1e9)
 
 
 class Attention(nnx.Module):
@@ -118,10 +144,13 @@ class Attention(nnx.Module):
         self.rotary = config.positions == "rotary"
         self.backend: Any = config.attention
         width = config.n_head * (config.head_dim or D // config.n_head)  # D by default
-        self.qkv = nnx.LinearGeneral(D, (3, width), kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
-        self.out = linear(width, D, std=residual_std(config), rngs=rngs)
+        normal = nnx.initializers.normal(0.02)
+        self.qkv = config.lora.linear_general("attn.c_attn", D, (3, width), kernel_init=normal, rngs=rngs)
+        self.out = linear(config, "attention/out", width, D, std=residual_std(config), rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x_BTD: jax.Array, past: Any = None, at: Any = 0, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """The output, and the keys and values for later tokens; with a `past`, for one token."""
         B, T, _ = x_BTD.shape
         qkv_BT3D = checkpoint_name(self.qkv(x_BTD), "qkv_proj")  # names are for remat policies
@@ -130,7 +159,8 @@ class Attention(nnx.Module):
         if self.rotary:
             q_BTHK, k_BTHK = rotate(q_BTHK, at), rotate(k_BTHK, at)
         if past is None:
-            y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, backend=self.backend)
+            bias = None if segments_BT is None else apart(segments_BT)
+            y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, bias=bias, is_causal=True, backend=self.backend)
         else:
             k_BTHK, v_BTHK = (
                 jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=1)
@@ -146,8 +176,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.occupancy = js.kernels.Occupancy(reserved_sms=config.reserved_sms) if config.mlp == "pallas" else None
-        self.up: Any = linear(config.d_model, config.d_ff, std=0.02, rngs=rngs)
-        self.down: Any = linear(config.d_ff, config.d_model, std=residual_std(config), rngs=rngs)
+        D, F = config.d_model, config.d_ff
+        self.up: Any = linear(config, "mlp/up", D, F, std=0.02, rngs=rngs)
+        self.down: Any = linear(config, "mlp/down", F, D, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.occupancy is not None:
@@ -169,12 +200,14 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.decode(x_BTD)[0]
+    def __call__(self, x_BTD: jax.Array, segments: jax.Array | None = None, positions: Any = 0) -> jax.Array:
+        return self.decode(x_BTD, at=positions, segments_BT=segments)[0]
 
-    def decode(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
+    def decode(
+        self, x_BTD: jax.Array, past: Any = None, at: Any = 0, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         along = self.along if past is None else (None,)  # one token cannot be split
-        y_BTD, past = self.attention(self.attention_norm(x_BTD), past, at)
+        y_BTD, past = self.attention(self.attention_norm(x_BTD), past, at, segments_BT)
         x_BTD = js.parallel.hold(x_BTD + self.dropout(y_BTD), *along)
         return js.parallel.hold(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))), *along), past
 
@@ -207,13 +240,14 @@ class GPT(nnx.Module):
         if not config.tied:
             self.head = nnx.Linear(D, V, use_bias=False, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self._embedded(tokens_BT)
+    def __call__(self, tokens_BT: jax.Array, **packed: Any) -> jax.Array:
+        """The logits. Packed texts are kept apart by their `segments` and `positions`, each (B, T)."""
+        x_BTD = self._embedded(tokens_BT, packed.get("positions", 0))
         if self.config.scan:
-            x_BTD = js.scan_layers(self.blocks, x_BTD)
+            x_BTD = js.scan_layers(self.blocks, x_BTD, **packed)
         else:
             for block in self.blocks:
-                x_BTD = block(x_BTD)
+                x_BTD = block(x_BTD, **packed)
         return self._scores(x_BTD)
 
     def decode(self, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
@@ -238,7 +272,7 @@ class GPT(nnx.Module):
             raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={self.config.block_size}")
         x_BTD = self.tokens(tokens_BT)
         if self.config.positions == "learned":
-            x_BTD += self.positions(at + jnp.arange(tokens_BT.shape[1]))[None]
+            x_BTD += self.positions(positions_from(at, tokens_BT.shape[1]))
         return self.dropout(x_BTD)
 
     def _scores(self, x_BTD: jax.Array) -> jax.Array:
@@ -254,8 +288,9 @@ def build(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
 
 
 # The last dims on the `tensor` axis, if the mesh has one: heads, features and tokens are split.
+# Adapters are small, and stay whole.
 OUT, IN = ("tensor",), ("tensor", None)
-TENSOR = {"*/qkv/*": OUT, "*/up/*": OUT, "*/out/kernel": IN, "*/down/kernel": IN, "tokens/embedding": IN}
+TENSOR = {"*/qkv/[!l]*": OUT, "*/up/[!l]*": OUT, "*/out/kernel": IN, "*/down/kernel": IN, "tokens/embedding": IN}
 
 
 def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
@@ -278,11 +313,9 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     js.fully_shard(model, **settings)
 
 
-def loss_fn(model: GPT, batch: Batch) -> jax.Array:
-    """Mean cross entropy, in nats per token, over the whole (global) batch."""
-    logits_BTV = model(batch["inputs"]).astype(jnp.float32)
-    loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"])
-    return loss_BT.mean()
+def loss_fn(model: GPT, batch: Batch) -> Any:
+    """Mean cross entropy, in nats per token, over the whole (global) batch; of conversations, over the replies."""
+    return token_loss(model(batch["inputs"], **segments_in(batch)), batch)
 
 
 hf_types = ("gpt2",)  # of Hugging Face's models
@@ -301,10 +334,8 @@ def hf_names(config: GPTConfig) -> Mapping[str, str | Stored]:
         "norm/bias": "transformer.ln_f.bias",
     }
     norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
-    linears = {"attention/qkv": "attn.c_attn", "attention/out": "attn.c_proj", "mlp/up": "mlp.c_fc"}
-    linears["mlp/down"] = "mlp.c_proj"  # all of them (in, out), as Flax has them
     for layer in range(config.n_layer):
-        for ours, theirs in (norms | linears).items():
+        for ours, theirs in (norms | LINEARS).items():  # matrices are (in, out), as Flax has them
             for kind, last in (("scale" if ours in norms else "kernel", "weight"), ("bias", "bias")):
                 name = f"transformer.h.{layer}.{theirs}.{last}"
                 names[f"blocks/{layer}/{ours}/{kind}"] = Stored(name, parts=3) if "qkv" in ours else name

@@ -31,11 +31,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
-from rope import UNSCALED, RopeScaling, rotate
+from rope import UNSCALED, RopeScaling, apart, rotate
 
 import jshard as js
 from jshard.checkpoint.formats import Stored
 from jshard.recipes.hf_config import checked_names, config_json
+from jshard.recipes.lora import NO_LORA, LoRA
 from jshard.train import Recipe
 
 
@@ -65,12 +66,13 @@ class LlamaConfig:
     mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
     reserved_sms: int = 0  # multiprocessors that these leave alone; js.tune_overlap says how many
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
+    lora: LoRA = NO_LORA  # lora.rank=8: adapters beside the linear layers, which alone are trained
     # Read by `annotate` only: an unsharded Llama computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"  # of gradients on their way to each other
     gather_dtype: str | None = None  # "float8_e4m3fn": matrices are sent in 8 bits, with scales
     wire_dtype: str | None = None  # "bfloat16": gradients are sent in 16 bits, and summed in `reduce_dtype`
-    remat: str = "none"
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.head_dim and self.d_model % (2 * self.n_head):
@@ -83,6 +85,11 @@ class LlamaConfig:
             raise ValueError(f"mlp={self.mlp!r} is neither 'plain' nor 'pallas'")
         if self.mlp == "pallas" and self.mlp_bias:
             raise ValueError("mlp='pallas' adds no bias, and mlp_bias is set")
+        if self.mlp == "pallas" and any(map(self.lora.adapts, FEED_FORWARD.values())):
+            raise ValueError(
+                f"mlp='pallas' computes no adapters, and lora.targets={self.lora.targets!r} has some there"
+            )
+        self.lora.check(LINEARS.values())
         if self.sliding_window < 0:
             raise ValueError(f"sliding_window={self.sliding_window} is no number of positions, nor 0 for all")
         self.rope_scaling.check_length(self.block_size)
@@ -96,8 +103,17 @@ class LlamaConfig:
 # ---- The model -------------------------------------------------------------------------------
 
 
-def linear(d_in: int, d_out: int, *, std: float = 0.02, bias: bool = False, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(d_in, d_out, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+# By the names of Hugging Face's; each may have an adapter.
+ATTENTION = {f"attention/{ours}": f"self_attn.{ours[0]}_proj" for ours in ("q", "k", "v", "out")}
+FEED_FORWARD = {f"mlp/{ours}": f"mlp.{ours}_proj" for ours in ("gate", "up", "down")}
+LINEARS = ATTENTION | FEED_FORWARD
+
+
+def linear(
+    config: LlamaConfig, path: str, d_in: int, d_out: int, *, std: float = 0.02, bias: bool = False, rngs: nnx.Rngs
+) -> nnx.Linear:
+    normal = nnx.initializers.normal(std)
+    return config.lora.linear(LINEARS[path], d_in, d_out, use_bias=bias, kernel_init=normal, rngs=rngs)
 
 
 def embed(num: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
@@ -127,16 +143,19 @@ class Attention(nnx.Module):
         self.config = config
         D, K = config.d_model, config.head_width
         has_bias = config.attention_bias != "none"
-        self.q = linear(D, config.n_head * K, bias=has_bias, rngs=rngs)
-        self.k = linear(D, config.n_kv_head * K, bias=has_bias, rngs=rngs)
-        self.v = linear(D, config.n_kv_head * K, bias=has_bias, rngs=rngs)
+        self.q = linear(config, "attention/q", D, config.n_head * K, bias=has_bias, rngs=rngs)
+        self.k = linear(config, "attention/k", D, config.n_kv_head * K, bias=has_bias, rngs=rngs)
+        self.v = linear(config, "attention/v", D, config.n_kv_head * K, bias=has_bias, rngs=rngs)
         has_bias = config.attention_bias == "all"
-        self.out = linear(config.n_head * K, D, std=residual_std(config), bias=has_bias, rngs=rngs)
+        width, std = config.n_head * K, residual_std(config)
+        self.out = linear(config, "attention/out", width, D, std=std, bias=has_bias, rngs=rngs)
         if config.qk_norm:
             self.q_norm = rms_norm(config, rngs, K)
             self.k_norm = rms_norm(config, rngs, K)
 
-    def __call__(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x_BTD: jax.Array, past: Any = None, at: Any = 0, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """The output, and the keys and values for later tokens; with a `past`, for one token."""
         config, (B, T, _), K = self.config, x_BTD.shape, self.config.head_width
         q_BTQ, k_BTE, v_BTE = (  # names are for remat policies
@@ -149,7 +168,7 @@ class Attention(nnx.Module):
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         q_BTHK, k_BTGK = (rotate(x, config.rope_theta, at, config.rope_scaling) for x in (q_BTHK, k_BTGK))
         if past is None:
-            y_BTHK = self._over_all(q_BTHK, k_BTGK, v_BTGK)
+            y_BTHK = self._over_all(q_BTHK, k_BTGK, v_BTGK, segments_BT)
         else:
             k_BTGK, v_BTGK = (
                 jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=1)
@@ -158,10 +177,15 @@ class Attention(nnx.Module):
             y_BTHK = self._of_one(q_BTHK, k_BTGK, v_BTGK, at)
         return checkpoint_name(self.out(y_BTHK.reshape(B, T, -1)), "out_proj"), (k_BTGK, v_BTGK)
 
-    def _over_all(self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
-        """Each position sees those up to its own, or the latest of them."""
-        how: dict[str, Any] = {"queries_at_once": self.config.queries_at_once, "backend": self.config.attention}
-        how["over_context"] = self.config.over_context
+    def _over_all(
+        self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BT: jax.Array | None
+    ) -> jax.Array:
+        """Each position sees those up to its own, or the latest of them; of packed texts, those of its own text."""
+        how: dict[str, Any] = {"backend": self.config.attention, "over_context": self.config.over_context}
+        if segments_BT is None:
+            how["queries_at_once"] = self.config.queries_at_once
+        else:
+            how["bias"] = apart(segments_BT)
         if self.config.sliding_window:
             how["window"] = self.config.sliding_window
         return js.kernels.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **how)
@@ -181,10 +205,10 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.occupancy = js.kernels.Occupancy(reserved_sms=config.reserved_sms) if config.mlp == "pallas" else None
-        bias = config.mlp_bias
-        self.gate = linear(config.d_model, config.d_ff, bias=bias, rngs=rngs)
-        self.up = linear(config.d_model, config.d_ff, bias=bias, rngs=rngs)
-        self.down = linear(config.d_ff, config.d_model, std=residual_std(config), bias=bias, rngs=rngs)
+        D, F, bias = config.d_model, config.d_ff, config.mlp_bias
+        self.gate = linear(config, "mlp/gate", D, F, bias=bias, rngs=rngs)
+        self.up = linear(config, "mlp/up", D, F, bias=bias, rngs=rngs)
+        self.down = linear(config, "mlp/down", F, D, std=residual_std(config), bias=bias, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.occupancy is not None:
@@ -203,11 +227,13 @@ class Block(nnx.Module):
         self.mlp_norm = rms_norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.decode(x_BTD)[0]
+    def __call__(self, x_BTD: jax.Array, segments: jax.Array | None = None, positions: Any = 0) -> jax.Array:
+        return self.decode(x_BTD, at=positions, segments_BT=segments)[0]
 
-    def decode(self, x_BTD: jax.Array, past: Any = None, at: Any = 0) -> tuple[jax.Array, Any]:
-        y_BTD, past = self.attention(self.attention_norm(x_BTD), past, at)
+    def decode(
+        self, x_BTD: jax.Array, past: Any = None, at: Any = 0, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        y_BTD, past = self.attention(self.attention_norm(x_BTD), past, at, segments_BT)
         x_BTD = x_BTD + y_BTD
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), past
 
@@ -234,15 +260,17 @@ class Llama(nnx.Module):
         self.blocks = all_blocks(config, rngs)
         self.norm = rms_norm(config, rngs)
         if not config.tied:
-            self.head = linear(config.d_model, config.vocab_size, rngs=rngs)
+            normal = nnx.initializers.normal(0.02)
+            self.head = nnx.Linear(config.d_model, config.vocab_size, use_bias=False, kernel_init=normal, rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, **packed: Any) -> jax.Array:
+        """The logits. Packed texts are kept apart by their `segments` and `positions`, each (B, T)."""
         x_BTD = self._embedded(tokens_BT)
         if self.config.scan:
-            x_BTD = js.scan_layers(self.blocks, x_BTD)
+            x_BTD = js.scan_layers(self.blocks, x_BTD, **packed)
         else:
             for block in self.blocks:
-                x_BTD = block(x_BTD)
+                x_BTD = block(x_BTD, **packed)
         return self._scores(x_BTD)
 
     def decode(self, tokens_BT: jax.Array, past: Any, at: Any) -> tuple[jax.Array, Any]:
@@ -273,6 +301,7 @@ class Llama(nnx.Module):
 
 # On a mesh with a tensor axis every device has some heads and some of the hidden features: the first matrices of each
 # half of a block are cut by columns and the last by rows, so that a half needs one sum over the devices, at its end.
+# Adapters are small, and stay whole.
 TENSOR = {
     "*/attention/[qkv]/kernel": (None, "tensor"),
     "*/attention/out/kernel": ("tensor", None),
@@ -331,6 +360,9 @@ def flops(recipe: Recipe) -> tuple[float, str]:
     seen = window * (2 * length - window) / (2 * length)  # by a position on average; without a window length / 2
     in_attention = round(2 * config.n_layer * config.n_head * K * seen)  # by queries and by scores
     tokens = recipe.batch_size * length
+    if config.lora.rank:  # frozen matrices have no gradient; adapters are small, and not counted
+        formula = f"(4 x {in_matrices:,} in frozen matrices + 6 x {in_attention:,} in attention) x {tokens:,} tokens"
+        return (4.0 * in_matrices + 6.0 * in_attention) * tokens, formula
     formula = f"6 x ({in_matrices:,} in matrices + {in_attention:,} in causal attention) x {tokens:,} tokens"
     return 6.0 * (in_matrices + in_attention) * tokens, formula
 
@@ -347,8 +379,6 @@ def hf_names(config: LlamaConfig) -> Mapping[str, str | Stored]:
     norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     if config.qk_norm:
         norms |= {"attention/q_norm": "self_attn.q_norm", "attention/k_norm": "self_attn.k_norm"}
-    linears = {f"attention/{ours}": f"self_attn.{ours[0]}_proj" for ours in ("q", "k", "v", "out")}
-    linears |= {f"mlp/{ours}": f"mlp.{ours}_proj" for ours in ("gate", "up", "down")}
     with_bias = {
         "none": (),
         "qkv": ("attention/q", "attention/k", "attention/v"),
@@ -359,11 +389,11 @@ def hf_names(config: LlamaConfig) -> Mapping[str, str | Stored]:
     for layer in range(config.n_layer):
         for ours, theirs in norms.items():
             names[f"blocks/{layer}/{ours}/scale"] = f"model.layers.{layer}.{theirs}.weight"
-        for ours, theirs in linears.items():
+        for ours, theirs in LINEARS.items():
             stored = Stored(f"model.layers.{layer}.{theirs}.weight", transpose=True)
             names[f"blocks/{layer}/{ours}/kernel"] = stored
         for ours in with_bias:
-            names[f"blocks/{layer}/{ours}/bias"] = f"model.layers.{layer}.{linears[ours]}.bias"
+            names[f"blocks/{layer}/{ours}/bias"] = f"model.layers.{layer}.{LINEARS[ours]}.bias"
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)
     return checked_names(names, config, hf_types)
@@ -400,12 +430,14 @@ def tiny() -> Recipe:
     )
 
 
-def large(config: LlamaConfig, *, sequence_length: int, accumulate: int, learning_rate: float) -> Recipe:
+def large(
+    config: LlamaConfig, *, sequence_length: int = 8192, batch_size: int = 1024, accumulate: int, learning_rate: float
+) -> Recipe:
     """Shared by the recipes below; the schedule is that of the Llama 3 paper (arXiv 2407.21783, section 3.4.1)."""
     return Recipe(
         model=dataclasses.replace(config, scan=True, compute_dtype="bfloat16", remat="full"),
         sequence_length=sequence_length,
-        batch_size=1024,
+        batch_size=batch_size,
         accumulate=accumulate,
         num_steps=1_200_000,
         learning_rate=learning_rate,
@@ -414,15 +446,67 @@ def large(config: LlamaConfig, *, sequence_length: int, accumulate: int, learnin
     )
 
 
+# What the sizes of a family share. With --init-from the config.json of the weights replaces all of it.
+LLAMA3_2 = LlamaConfig(
+    block_size=131_072, tied=True, rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_size=8192)
+)
+MISTRAL = LlamaConfig(vocab_size=32_768, block_size=32_768, rope_theta=1e6)
+QWEN2_5 = LlamaConfig(vocab_size=152_064, block_size=32_768, rope_theta=1e6, rms_norm_eps=1e-6, attention_bias="qkv")
+QWEN3 = LlamaConfig(
+    vocab_size=151_936, block_size=40_960, rope_theta=1e6, rms_norm_eps=1e-6, head_dim=128, qk_norm=True
+)
+
+
+def qwen3_0_6b() -> Recipe:
+    """596M parameters: 0.5M tokens a step, on 8 GPUs two sequences at a time."""
+    config = dataclasses.replace(QWEN3, n_layer=28, n_head=16, d_model=1024, d_ff=3072, tied=True)
+    return large(config, batch_size=64, accumulate=4, learning_rate=3e-4)
+
+
+def llama3_2_1b() -> Recipe:
+    """1.24B parameters: Llama 3.2 1B."""
+    config = dataclasses.replace(LLAMA3_2, n_layer=16, d_model=2048, d_ff=8192)
+    return large(config, batch_size=64, accumulate=4, learning_rate=3e-4)
+
+
+def llama3_2_3b() -> Recipe:
+    """3.21B parameters: Llama 3.2 3B."""
+    config = dataclasses.replace(LLAMA3_2, n_layer=28, n_head=24, d_model=3072, d_ff=8192)
+    return large(config, batch_size=64, accumulate=8, learning_rate=3e-4)
+
+
+def mistral_7b() -> Recipe:
+    """7.25B parameters: Mistral 7B v0.3, whose positions see all before them; 1M tokens a step."""
+    return large(MISTRAL, batch_size=128, accumulate=2, learning_rate=3e-4)
+
+
+def qwen2_5_7b() -> Recipe:
+    """7.62B parameters: Qwen 2.5 7B."""
+    config = dataclasses.replace(QWEN2_5, n_layer=28, n_head=28, n_kv_head=4, d_model=3584, d_ff=18_944)
+    return large(config, batch_size=128, accumulate=2, learning_rate=3e-4)
+
+
 def llama3_8b() -> Recipe:
     """8.03B parameters: 8M tokens a step, on 128 GPUs a sequence at a time."""
-    return large(LlamaConfig(), sequence_length=8192, accumulate=8, learning_rate=3e-4)
+    return large(LlamaConfig(), accumulate=8, learning_rate=3e-4)
+
+
+def qwen3_14b() -> Recipe:
+    """14.8B parameters: 1M tokens a step, on 64 GPUs a sequence at a time."""
+    config = dataclasses.replace(QWEN3, n_layer=40, n_head=40, d_model=5120, d_ff=17_408)
+    return large(config, batch_size=128, accumulate=2, learning_rate=2e-4)
+
+
+def qwen3_32b() -> Recipe:
+    """32.8B parameters: 2M tokens a step, on 128 GPUs a sequence at a time."""
+    config = dataclasses.replace(QWEN3, n_layer=64, n_head=64, d_model=5120, d_ff=25_600)
+    return large(config, batch_size=256, accumulate=2, learning_rate=1.5e-4)
 
 
 def llama3_70b() -> Recipe:
     """70.6B parameters."""
     config = LlamaConfig(n_layer=80, n_head=64, d_model=8192, d_ff=28_672)
-    return large(config, sequence_length=8192, accumulate=8, learning_rate=1.5e-4)
+    return large(config, accumulate=8, learning_rate=1.5e-4)
 
 
 def llama3_405b() -> Recipe:
@@ -436,7 +520,14 @@ def llama3_405b() -> Recipe:
 
 RECIPES = {
     "tiny": tiny,
+    "qwen3_0_6b": qwen3_0_6b,
+    "llama3_2_1b": llama3_2_1b,
+    "llama3_2_3b": llama3_2_3b,
+    "mistral_7b": mistral_7b,
+    "qwen2_5_7b": qwen2_5_7b,
     "llama3_8b": llama3_8b,
+    "qwen3_14b": qwen3_14b,
+    "qwen3_32b": qwen3_32b,
     "llama3_70b": llama3_70b,
     "llama3_405b": llama3_405b,
 }

@@ -32,16 +32,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
-from rope import UNSCALED, RopeScaling, rotate
+from rope import UNSCALED, RopeScaling, apart, rotate
 
 import jshard as js
 from jshard.checkpoint.formats import Stored
 from jshard.recipes.hf_config import checked_names, config_json
-from jshard.train import Batch, Recipe
+from jshard.recipes.lora import NO_LORA, LoRA
+from jshard.train import Batch, Recipe, segments_in, token_loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,11 @@ class MoEConfig:
     attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     balance: float = 0.02  # weight of the loss that keeps the load even
     z_loss: float = 0.0  # weight of the loss that keeps the router's numbers small
+    lora: LoRA = NO_LORA  # lora.rank=8: adapters beside the matrices of attention, which alone are trained
     # Read by `annotate` only: an unsharded model computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
-    remat: str = "none"
+    reduce_dtype: str = "float32"  # of gradients on their way to each other
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.head_dim and self.d_model % (2 * self.n_head):
@@ -84,6 +86,7 @@ class MoEConfig:
         if self.sliding_window < 0:
             raise ValueError(f"sliding_window={self.sliding_window} is no number of positions, nor 0 for all")
         self.rope_scaling.check_length(self.block_size)
+        self.lora.check(ATTENTION.values())
 
     @property
     def head_width(self) -> int:
@@ -99,8 +102,13 @@ class MoEConfig:
 # ---- The model -------------------------------------------------------------------------------
 
 
-def linear(d_in: int, d_out: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(d_in, d_out, use_bias=False, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
+# By the names of Hugging Face's; each may have an adapter.
+ATTENTION = {f"attention/{ours}": f"self_attn.{ours[0]}_proj" for ours in ("q", "k", "v", "out")}
+
+
+def linear(d_in: int, d_out: int, *, rngs: nnx.Rngs, lora: LoRA = NO_LORA, path: str = "") -> nnx.Linear:
+    normal = nnx.initializers.normal(0.02)
+    return lora.linear(ATTENTION.get(path, ""), d_in, d_out, use_bias=False, kernel_init=normal, rngs=rngs)
 
 
 def rms_norm(config: MoEConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -113,18 +121,21 @@ class Attention(nnx.Module):
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
         self.config = config
         D, K = config.d_model, config.head_width
-        self.q = linear(D, config.n_head * K, rngs=rngs)
-        self.k = linear(D, config.n_kv_head * K, rngs=rngs)
-        self.v = linear(D, config.n_kv_head * K, rngs=rngs)
-        self.out = linear(config.n_head * K, D, rngs=rngs)
+        wide, shared, lora = config.n_head * K, config.n_kv_head * K, config.lora
+        self.q = linear(D, wide, rngs=rngs, lora=lora, path="attention/q")
+        self.k = linear(D, shared, rngs=rngs, lora=lora, path="attention/k")
+        self.v = linear(D, shared, rngs=rngs, lora=lora, path="attention/v")
+        self.out = linear(wide, D, rngs=rngs, lora=lora, path="attention/out")
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, at: Any) -> jax.Array:
         config, (B, T, _) = self.config, x_BTD.shape
         heads = lambda x_BTD, name: checkpoint_name(x_BTD, name).reshape(B, T, -1, config.head_width)
         q_BTHK, k_BTHK = heads(self.q(x_BTD), "query_proj"), heads(self.k(x_BTD), "key_proj")  # for remat policies
         v_BTHK = heads(self.v(x_BTD), "value_proj")
-        q_BTHK, k_BTHK = (rotate(x, config.rope_theta, 0, config.rope_scaling) for x in (q_BTHK, k_BTHK))
+        q_BTHK, k_BTHK = (rotate(x, config.rope_theta, at, config.rope_scaling) for x in (q_BTHK, k_BTHK))
         how: dict[str, Any] = {"backend": config.attention, "window": config.sliding_window or None}
+        if segments_BT is not None:
+            how["bias"] = apart(segments_BT)
         y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **how)
         return checkpoint_name(self.out(y_BTHK.reshape(B, T, -1)), "out_proj")
 
@@ -234,8 +245,10 @@ class Block(nnx.Module):
         self.moe_norm = rms_norm(config, rngs)
         self.moe = MoE(config, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+    def __call__(
+        self, x_BTD: jax.Array, segments: jax.Array | None = None, positions: Any = 0
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), segments, positions)
         y_BTD, load = self.moe(self.moe_norm(x_BTD))
         return x_BTD + y_BTD, load
 
@@ -259,11 +272,14 @@ class Model(nnx.Module):
         if not config.tied:
             self.head = linear(D, V, rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The scores, and what the routers cost. E x the sum of share x score of a layer is 1 for an even load."""
+    def __call__(self, tokens_BT: jax.Array, **packed: Any) -> tuple[jax.Array, jax.Array]:
+        """The scores, and what the routers cost. E x the sum of share x score of a layer is 1 for an even load.
+
+        Packed texts are kept apart by their `segments` and `positions`, each (B, T).
+        """
         if tokens_BT.shape[1] > self.config.block_size:
             raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={self.config.block_size}")
-        x_BTD, load = js.scan_layers(self.blocks, self.tokens(tokens_BT), collect=True)
+        x_BTD, load = js.scan_layers(self.blocks, self.tokens(tokens_BT), collect=True, **packed)
         share_LE, score_LE, z_L = load
         uneven = self.config.n_expert * (share_LE * score_LE).sum(-1).mean()
         x_BTD = self.norm(x_BTD)
@@ -296,7 +312,7 @@ def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
     )
     precision = None
     if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype="float32")
+        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype)
     js.fully_shard(
         model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=js.PlacementPolicy(stacked=1)
     )
@@ -305,11 +321,13 @@ def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)
 
 
-def loss_fn(model: Model, batch: Batch) -> jax.Array:
+def loss_fn(model: Model, batch: Batch) -> Any:
     """Mean cross entropy in nats per token over the whole (global) batch, and what the routers cost."""
-    logits_BTV, cost = model(batch["inputs"])
-    loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), batch["targets"])
-    return loss_BT.mean() + cost
+    logits_BTV, cost = model(batch["inputs"], **segments_in(batch))
+    loss = token_loss(logits_BTV, batch)
+    if isinstance(loss, js.WeightedMean):  # of conversations: the cost of a microbatch counts by its tokens to learn
+        return js.WeightedMean(loss.total + cost * loss.weight, loss.weight)
+    return loss + cost
 
 
 def num_active(config: MoEConfig) -> int:
@@ -323,7 +341,8 @@ def num_active(config: MoEConfig) -> int:
 def flops(recipe: Recipe) -> tuple[float, str]:
     """Arithmetic of a step: 6 x active parameters x tokens."""
     active, tokens = num_active(recipe.model), recipe.batch_size * recipe.sequence_length
-    return 6.0 * active * tokens, f"6 x {active:,} active parameters x {tokens:,} tokens"
+    times = 4 if recipe.model.lora.rank else 6  # what is frozen has no gradient
+    return float(times) * active * tokens, f"{times} x {active:,} active parameters x {tokens:,} tokens"
 
 
 hf_types = ("mixtral",)  # of Hugging Face's models
@@ -344,8 +363,7 @@ def hf_names(config: MoEConfig) -> Mapping[str, str | Stored]:
         "norm/scale": "model.norm.weight",
     }
     norms = {"attention_norm": "input_layernorm", "moe_norm": "post_attention_layernorm"}
-    linears = {f"attention/{ours}": f"self_attn.{ours[0]}_proj" for ours in ("q", "k", "v", "out")}
-    linears["moe/router"] = "block_sparse_moe.gate"
+    linears = ATTENTION | {"moe/router": "block_sparse_moe.gate"}
     experts = {"gate": "w1", "up": "w3", "down": "w2"}
     for layer in range(config.n_layer):
         block, there = f"blocks/{layer}", f"model.layers.{layer}"

@@ -50,7 +50,7 @@ class ResNetConfig:
     momentum: float = 0.9  # of the running averages: the share kept in a step
     # Read by `annotate` only.
     compute_dtype: str = "float32"
-    remat: str = "none"
+    remat: str = "auto"
 
 
 # ---- The model -------------------------------------------------------------------------------

@@ -51,18 +51,27 @@ UNSCALED = RopeScaling()
 def rotate(x_BTHK: jax.Array, theta: float, at: Any, scaling: RopeScaling = UNSCALED) -> jax.Array:
     """Rotary positions, from `at` on: rotates each pair of features by an angle that grows with the position.
 
+    In a packed sequence `at` has the position of each token, (B, T).
+
     A pair is a feature of the first half of a head and its counterpart in the second, as in Hugging Face's
     checkpoints; Meta's own pair neighbours.
     """
     T, K = x_BTHK.shape[1], x_BTHK.shape[3]
     frequency_k = frequencies(theta, K, scaling)
-    angle_TK = (at + jnp.arange(T))[:, None] * frequency_k[None]
-    cos, sin = jnp.cos(angle_TK)[None, :, None], jnp.sin(angle_TK)[None, :, None]
+    position_BT = at if jnp.ndim(at) == 2 else (at + jnp.arange(T))[None]
+    angle_BTk = position_BT[..., None] * frequency_k[None, None]
+    cos, sin = jnp.cos(angle_BTk)[:, :, None], jnp.sin(angle_BTk)[:, :, None]
     x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
     if scaling.kind == "yarn":
         turned *= amplitude(scaling)
     return turned.astype(x_BTHK.dtype)
+
+
+def apart(segments_BT: jax.Array) -> jax.Array:
+    """A bias for attention, by which each token of packed texts sees only its own text: 0, or a very small number."""
+    is_own_B1TS = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+    return jnp.where(is_own_B1TS, 0.0, -1e9)
 
 
 def frequencies(theta: float, K: int, scaling: RopeScaling) -> jax.Array:

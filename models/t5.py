@@ -55,7 +55,8 @@ class T5Config:
     scan: bool = False  # the layers of each half in one module, run as one loop
     # Read by `annotate` only: an unsharded T5 computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
-    remat: str = "none"
+    reduce_dtype: str = "float32"  # of gradients on their way to each other
+    remat: str = "auto"
 
 
 # ---- The model -------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def annotate(model: T5, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     precision = None
     if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype="float32")
+        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype)
     units = [model.encoder, model.decoder] if config.scan else [*model.encoder, *model.decoder]
     for unit in units:
         stacked = 1 if config.scan else 0

@@ -55,7 +55,8 @@ class VDiTConfig:
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded model computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
-    remat: str = "none"
+    reduce_dtype: str = "float32"  # of gradients on their way to each other
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         if self.num_frames % self.patch_frames or self.image_size % self.patch_size:
@@ -292,7 +293,7 @@ def annotate(model: VDiT, mesh: Mesh | AbstractMesh) -> None:
     config = model.config
     precision = outer = None
     if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype="float32")
+        precision = js.MixedPrecision(param_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype)
         outer = dataclasses.replace(precision, cast_inputs=False)  # bfloat16 would be too coarse for times
     blocks, stacked = ([model.blocks], 1) if config.scan else (model.blocks, 0)
     for block in blocks:

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 
 from tests import durations
@@ -78,20 +79,25 @@ gc.set_threshold(200_000, 20, 50)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --record-durations: see tests/durations.py."""
+    """Adds options about time: see tests/durations.py."""
     parser.addoption("--record-durations", action="store_true", help="write tests/durations.txt from this run")
+    parser.addoption("--stop-after-s", type=float, default=None, help="skip the tests that have not begun by then")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Records durations in the process that sees all reports: not in a worker of xdist."""
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(durations.Recorder())
+    stop_after_s = config.getoption("--stop-after-s")
+    if stop_after_s is not None:
+        config.pluginmanager.register(durations.TimeLimit(time.monotonic(), stop_after_s))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Orders the files, and marks what `make test` leaves out."""
-    durations.order_and_mark(items)
+    has_limit = config.getoption("--stop-after-s") is not None
+    durations.order_and_mark(items, long_files_first=not has_limit)
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ A test of which nothing is recorded always runs.
 """
 
 import collections
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -30,16 +31,18 @@ def recorded() -> dict[str, float]:
     return seconds_by_id
 
 
-def order_and_mark(items: list[pytest.Item]) -> None:
+def order_and_mark(items: list[pytest.Item], *, long_files_first: bool = True) -> None:
     """Sorts the tests by what their files cost, and marks long parameter sets as `wide`.
 
-    Long files come first, so that no worker of xdist is left alone with one at the end.
+    Long files come first, so that no worker of xdist is left alone with one at the end. Where the time is limited they
+    come last: then most tests run before it ends.
     """
     seconds_by_id = recorded()
     seconds_by_file: collections.Counter[Path] = collections.Counter()
     for item in items:
         seconds_by_file[item.path] += seconds_by_id.get(item.nodeid, 0.0)
-    items.sort(key=lambda item: -seconds_by_file[item.path])  # stable: within a file the order stays
+    # Stable: within a file the order stays.
+    items.sort(key=lambda item: seconds_by_file[item.path], reverse=long_files_first)
 
     for parameter_sets in _by_function(items).values():
         for item in long_sets(parameter_sets, seconds_by_id):
@@ -66,6 +69,19 @@ def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
             function = item.nodeid.partition("[")[0]
             groups.setdefault(function, []).append(item)
     return groups
+
+
+class TimeLimit:
+    """A plugin that skips the tests that have not begun when the time is over: CI has a limit for everything."""
+
+    def __init__(self, began_s: float, limit_s: float) -> None:
+        self._began_s = began_s
+        self._limit_s = limit_s
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skips a test that comes too late."""
+        if time.monotonic() - self._began_s > self._limit_s:
+            pytest.skip(f"{self._limit_s:.0f} s are over: --stop-after-s")
 
 
 class Recorder:

@@ -23,10 +23,14 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+GEMMA = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def config_of(kind: str, **keys: Any) -> dict[str, Any]:
     """A config.json of a `model_type`."""
+    if kind == "gemma3_text":
+        sizes = {name: value for name, value in SIZES.items() if name != "hidden_act"}
+        return {**sizes, **GEMMA, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, **keys}
     return {"model_type": kind, "architectures": [f"{CLASSES[kind]}ForCausalLM"], **SIZES, **keys}
 
 
@@ -35,7 +39,7 @@ def write_folder(folder: Path, config: dict[str, Any]) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     weights = {name: (0.3 * random.normal(size=shape)).astype(np.float32) for name, shape in shapes(config).items()}
     for name, array in weights.items():
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") and config["model_type"] != "gemma3_text":  # which adds the 1 itself
             array += 1
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -68,7 +72,9 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 result[f"model.layers.{layer}.{name}.bias"] = size[:1]
         for name in ("input_layernorm", "post_attention_layernorm"):
             result[f"model.layers.{layer}.{name}.weight"] = (D,)
-        if kind == "qwen3":
+        if kind == "gemma3_text":
+            result |= {f"model.layers.{layer}.{name}_feedforward_layernorm.weight": (D,) for name in ("pre", "post")}
+        if kind in ("qwen3", "gemma3_text"):
             result |= {f"model.layers.{layer}.self_attn.{name}_norm.weight": (K,) for name in "qk"}
     if not config["tie_word_embeddings"]:
         result["lm_head.weight"] = (V, D)
@@ -81,22 +87,27 @@ def logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens_T: np.
     D, H, G = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     K, T = config.get("head_dim") or D // H, len(tokens_T)
 
+    is_gemma = config["model_type"] == "gemma3_text"
+
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[f"{name}.weight"]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * (is_gemma + w[f"{name}.weight"])
 
     def project(x: np.ndarray, name: str) -> np.ndarray:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
-    frequency, amplitude = rope(config, K)
-    turn_TK = amplitude * np.exp(1j * np.arange(T)[:, None] * frequency)
-
-    def rotated(x_THK: np.ndarray) -> np.ndarray:
+    def rotated(x_THK: np.ndarray, kind: str) -> np.ndarray:
+        frequency, amplitude = rope(config, K, kind)
+        turn_TK = amplitude * np.exp(1j * np.arange(T)[:, None] * frequency)
         turned = (x_THK[..., : K // 2] + 1j * x_THK[..., K // 2 :]) * turn_TK[:, None]
         return np.concatenate([turned.real, turned.imag], -1)
 
     def gated(x: np.ndarray, gate: str, up: str, down: str) -> np.ndarray:
         opening = project(x, gate)
-        return project(opening / (1 + np.exp(-opening)) * project(x, up), down)
+        if is_gemma:
+            opened = opening * (1 + np.tanh(math.sqrt(2 / math.pi) * (opening + 0.044715 * opening**3))) / 2
+        else:
+            opened = opening / (1 + np.exp(-opening))
+        return project(opened * project(x, up), down)
 
     def mixture(x_TD: np.ndarray, name: str) -> np.ndarray:
         score_TE = np.exp(project(x_TD, f"{name}.gate"))
@@ -109,20 +120,29 @@ def logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens_T: np.
         return result
 
     ago = np.arange(T)[:, None] - np.arange(T)
-    visible = (ago >= 0) & (ago < (window_of(config) or T))
-    x = w["model.embed_tokens.weight"][tokens_T]
+    x = w["model.embed_tokens.weight"][tokens_T] * (math.sqrt(D) if is_gemma else 1.0)
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
+        every = config.get("sliding_window_pattern", 6)
+        kind = "full_attention" if not is_gemma or (layer + 1) % every == 0 else "sliding_attention"
+        visible = (ago >= 0) & (ago < (window_of(config, kind) or T))
         y = norm(x, f"{at}.input_layernorm")
         q, k, v = (project(y, f"{at}.self_attn.{n}_proj").reshape(T, -1, K) for n in "qkv")
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "gemma3_text"):
             q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
-        k, v = (np.repeat(a, H // G, axis=1) for a in (rotated(k), v))
-        scores = np.einsum("thk,shk->hts", rotated(q), k) / math.sqrt(K)
+        k, v = (np.repeat(a, H // G, axis=1) for a in (rotated(k, kind), v))
+        scores = np.einsum("thk,shk->hts", rotated(q, kind), k) / math.sqrt(K)
         scores = np.where(visible, scores, -np.inf)
         share = np.exp(scores - scores.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
-        x = x + project(np.einsum("hts,shk->thk", share, v).reshape(T, -1), f"{at}.self_attn.o_proj")
+        attended = project(np.einsum("hts,shk->thk", share, v).reshape(T, -1), f"{at}.self_attn.o_proj")
+        if is_gemma:
+            x = x + norm(attended, f"{at}.post_attention_layernorm")
+            y = norm(x, f"{at}.pre_feedforward_layernorm")
+            z = gated(y, *(f"{at}.mlp.{matrix}_proj" for matrix in ("gate", "up", "down")))
+            x = x + norm(z, f"{at}.post_feedforward_layernorm")
+            continue
+        x = x + attended
         y = norm(x, f"{at}.post_attention_layernorm")
         if config["model_type"] == "mixtral":
             x = x + mixture(y, f"{at}.block_sparse_moe")
@@ -131,14 +151,18 @@ def logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens_T: np.
     return norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
-def window_of(config: dict[str, Any]) -> int:
-    """The window of all layers; 0 for none."""
+def window_of(config: dict[str, Any], kind: str = "full_attention") -> int:
+    """The window of all layers, of Gemma's of a kind; 0 for none."""
+    if config["model_type"] == "gemma3_text":
+        return config["sliding_window"] if kind == "sliding_attention" else 0
     is_on = config["model_type"] in ("mistral", "mixtral") or config.get("use_sliding_window")
     return (config.get("sliding_window") or 0) if is_on else 0
 
 
-def rope(config: dict[str, Any], K: int) -> tuple[np.ndarray, float]:
+def rope(config: dict[str, Any], K: int, layers: str = "full_attention") -> tuple[np.ndarray, float]:
     """The frequency of each pair of features, and the factor of what is rotated."""
+    if layers == "sliding_attention":
+        return config["rope_local_base_freq"] ** -(np.arange(0, K, 2) / K), 1.0
     keys = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = keys.get("rope_theta", config.get("rope_theta", 10_000.0))
     f = theta ** -(np.arange(0, K, 2) / K)

@@ -36,6 +36,7 @@ from jshard.errors import MeshError
 from jshard.inspect.communication import traffic_of
 from jshard.plans import wires
 from jshard.plans.make_mesh import _in_torus
+from jshard.plans.memories import check_offload
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers, submodule_before_init
@@ -394,19 +395,47 @@ def without_host_memory(mesh: Mesh) -> object:
         return js.fully_shard(linear(), mesh=mesh, placement=js.PlacementPolicy(offload="params"))
 
 
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """A TPU that is not there."""
+
+    id: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    core_on_chip: int = 0
+    process_index: int = 0
+
+
+TPUS = [Tpu(place, (0, place, 0)) for place in range(2)]
+
+
+def tensor_on_old_tpus() -> object:
+    """A mesh with an axis that an older libtpu cannot compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jshard._compat.environment._version", lambda package: "0.0.42.1")
+        return js.mesh(tensor=2, devices=TPUS)
+
+
 def arrived(folder: str) -> list[tuple[str, str]]:
     """What the service knows where only process 0 of two has come."""
     return [] if folder.endswith("failed/") else [(f"{folder}0", "=1")]
 
 
-def exchanged(client: mock.Mock) -> list:
+def exchanged(client: mock.Mock, session: str = "") -> list:
     """An exchange of two processes through this service."""
     with (
         mock.patch.object(jax, "process_count", return_value=2),
         mock.patch.object(_processes, "coordinator", return_value=client),
         mock.patch("socket.gethostname", return_value="host0"),
     ):
-        return _processes.exchange("save of step 20", 1, timeout_s=60)
+        return _processes.exchange("save of step 20", 1, timeout_s=60, session=session)
+
+
+def came_too_late() -> list:
+    """An exchange that happens once, when the other process no longer waits."""
+    client = mock.Mock(key_value_dir_get=lambda folder: [(f"{folder}0", "=")])
+    return exchanged(client, session="a1")
 
 
 def other_seeds() -> None:
@@ -428,6 +457,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "mesh: not numbers": lambda: js.mesh(replica="2", fsdp=2.0),
     "mesh: two open axes": lambda: js.mesh(replica=-1),
     "mesh: does not divide": lambda: js.mesh(replica=3),
+    "mesh: tensor on TPUs": tensor_on_old_tpus,
     "mesh: slices of TPUs": lambda: _in_torus([SimpleNamespace(slice_index=i // 3) for i in range(12)], (3, 5)),
     "shard_batch: odd batch": lambda: js.shard_batch({"ids": np.zeros((12, 4)), "ok": np.zeros(8)}, js.mesh(replica=2)),
     "shard_batch: texts": lambda: js.shard_batch({"ids": np.array(["a", "b"] * 4)}, js.mesh()),
@@ -471,6 +501,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: other variables": lambda: shard(Listed()),
     "fully_shard: remat": lambda: shard(linear(), remat="all"),
     "fully_shard: offload": lambda: shard(linear(), offload="cpu"),
+    "offload: parameters on TPUs": lambda: check_offload("params", js.mesh(devices=TPUS)),
     "fully_shard: no host memory": lambda: without_host_memory(js.mesh(fsdp=2, devices=jax.devices()[:2])),
     "fully_shard: not a placement": lambda: shard(linear(), placement={"shard_dim": 0}),
     "fully_shard: prefetch": lambda: shard(linear(), prefetch="some"),
@@ -589,6 +620,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "processes: one is missing": lambda: exchanged(
         mock.Mock(key_value_dir_get=arrived, wait_at_barrier=mock.Mock(side_effect=TimeoutError))
     ),
+    "processes: one came too late": came_too_late,
     "processes: no service": lambda: exchanged(
         mock.Mock(key_value_dir_get=mock.Mock(side_effect=RuntimeError("UNAVAILABLE: Socket closed")))
     ),

@@ -118,12 +118,18 @@ def test_every_public_thing_has_a_docstring(name):
     text = inspect.getdoc(value) or ""
     assert text.splitlines()[0].endswith((".", ":"))
     if inspect.isfunction(value):
-        assert "Example:" in text
+        assert "Examples:" in text
         for parameter in inspect.signature(value).parameters.values():
             assert parameter.annotation is not inspect.Parameter.empty, f"{name}({parameter.name})"
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 assert f"{parameter.name}:" in text, f"{parameter.name} is not reported"
         assert inspect.signature(value).return_annotation is not inspect.Signature.empty
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_examples_are_in_a_section_that_the_reference_reads(path):
+    """The parser of Google docstrings knows `Examples:` alone; of anything else it makes a quotation."""
+    assert not re.findall(r"^ *Example:$", path.read_text(), re.MULTILINE)
 
 
 class Block(nnx.Module):

@@ -13,7 +13,7 @@ from benchmarks.overlap.machine import driver
 from benchmarks.tables import markdown_table
 
 _PACKAGES = ("jax", "jaxlib", "flax", "jshard", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "jax-rocm10-plugin")
 _DRIVERS = ("nvidia", "amdgpu")  # modules of the kernel
 
 

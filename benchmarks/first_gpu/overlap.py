@@ -18,11 +18,12 @@ from benchmarks.overlap.bench import ROUNDS
 from benchmarks.overlap.command import LINK_GB_S, QUICK_ROUNDS, tasks
 from benchmarks.overlap.conclusion import sentences
 from benchmarks.overlap.grid import Group
-from benchmarks.overlap.machine import conditions, nccl_version
+from benchmarks.overlap.machine import conditions
 from benchmarks.overlap.records import Record, parsed
 from benchmarks.overlap.session import PLACEMENT, Session, Task
+from benchmarks.overlap.target import Comm, Gpu, collective, gpu_of, why_no_kernels
 from jshard.errors import FourPartError
-from jshard.occupancy import ASSUMED_CTAS, CommFootprint, GpuFacts, footprint, gpu
+from jshard.occupancy import ASSUMED_CTAS
 
 _MARGIN_S = 10.0  # to write what there is, before the part is killed
 
@@ -34,10 +35,13 @@ def measure(work: Work) -> None:
         work.leave_out("all of it", f"it needs a GPU; on an H200 it would be {', '.join(_names_on_an_h200())}.")
         return
     try:
-        facts = gpu(device.device_kind)
+        facts = gpu_of(device.device_kind)
     except FourPartError as error:
         work.leave_out("all of it", reason(error))
         return
+    without_kernels = why_no_kernels(facts)
+    if without_kernels:
+        work.leave_out("jshard's kernels", f"{without_kernels}.")
     comm = _load(facts)
     quick = work.setup.quick
     rounds = QUICK_ROUNDS if quick else ROUNDS
@@ -51,18 +55,18 @@ def measure(work: Work) -> None:
     _leave_out(work, record, wanted)
 
 
-def _load(facts: GpuFacts) -> CommFootprint:
-    return footprint("ring", gpu=facts, version=nccl_version(), ctas=ASSUMED_CTAS)
+def _load(facts: Gpu) -> Comm:
+    return collective(facts, nccl=None, ctas=ASSUMED_CTAS)
 
 
-def _tasks(facts: GpuFacts, comm: CommFootprint, *, quick: bool) -> list[Task]:
+def _tasks(facts: Gpu, comm: Comm, *, quick: bool) -> list[Task]:
     """Returns all but the kernels alone, which are another part."""
     everything = tasks(facts, comm, quick=quick)
     return [task for task in everything if task.what == PLACEMENT or isinstance(task.what, Group)]
 
 
 def _names_on_an_h200() -> list[str]:
-    facts = gpu("h200")
+    facts = gpu_of("h200")
     return [task.name for task in _tasks(facts, _load(facts), quick=False)]
 
 
@@ -79,7 +83,7 @@ def table(figures: Figures) -> list[str]:
     if "record" not in figures:
         return ["Nothing was measured."]
     record = parsed(figures["record"])
-    facts = gpu(figures["gpu"])
+    facts = gpu_of(figures["gpu"])
     return [
         f"Measured; the load is {record.conditions['load']}. What the columns are, and the rules of the sentences:"
         " benchmarks/README.md, *Kernels beside a collective*.",

@@ -116,7 +116,7 @@ def _measure_step(work: Work, model_file: ModelFile, recipe: Recipe, mesh: jax.s
     random = np.random.default_rng(0)
     tokens = jnp.asarray(random.integers(0, 256, (recipe.batch_size, recipe.sequence_length)), jnp.int32)
     batch = js.shard_batch({"inputs": tokens, "targets": tokens}, mesh=mesh)
-    options = js.compiler_options("fastest", platform=jax.default_backend())
+    options = js.compiler_options("fastest", mesh=mesh)
     begin_s = time.monotonic()
     step = TrainStep(model_file.loss_fn, model, optimizer, batch, compiler_options=options)
     work.keep(compile_s=time.monotonic() - begin_s)
@@ -165,7 +165,7 @@ def _plan_ahead(work: Work, request: CompileRequest) -> None:
         return
     topology = parse_topology(f"{facts.name}:1x1")
     try:
-        require_compiler("gpu")
+        require_compiler(facts.compiler)
         step = compile_step(dataclasses.replace(request, topology=topology.text), timeout_s=work.left_s)
     except FourPartError as error:
         work.leave_out(_PLANNED, reason(error))

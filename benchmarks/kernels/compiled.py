@@ -24,21 +24,21 @@ import numpy as np
 from benchmarks.kernels.launches import Launch, launches
 from jshard import _compat, kernels
 from jshard.cluster.child_process import CompileError, answer, child_environment, run_child
-from jshard.cluster.topology import parse_topology, require_compiler, topology_devices
+from jshard.cluster.topology import parse_topology, require_compiler, topology_devices, traced_for_device
 from jshard.kernels.backend import Occupancy
 
 _DUMP = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
 _SUFFIX = "_mosaic_gpu_kernel"  # of a kernel's name, in what the compiler makes of it
 _ENTRY = re.compile(rf"^\.visible \.entry (\w+){_SUFFIX}\(", re.MULTILINE)
 _ASSEMBLED = re.compile(rf"Compiling entry function '(\w+){_SUFFIX}' for '(\w+)'")
-_WGMMA = "wgmma.mma_async"
+_PRODUCTS = ("wgmma.mma_async", "mma.sync")  # instructions of the tensor cores: Hopper's, Ampere's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelCall:
     """A call of one of jshard's kernels, forward and backward, as something to compile.
 
-    Example:
+    Examples:
         >>> KernelCall(kernel="matmul", shapes={"x": (512, 256), "w": (256, 512)})
     """
 
@@ -58,7 +58,7 @@ class CompiledKernel:
     registers: int  # of a thread
     spill_bytes: int  # of a thread, written to memory as there are not enough registers
     static_bytes: int  # shared memory that it takes beside what it asks for
-    uses_wgmma: bool  # whether it multiplies on the tensor cores, a warpgroup at a time
+    instructions: tuple[str, ...]  # those of `_PRODUCTS` that are in it: empty if it does not use the tensor cores
 
 
 def compile_calls(
@@ -75,7 +75,7 @@ def compile_calls(
         ShardingError: a kernel cannot run like this.
         CompileError: the process has crashed, taken too long, or has not said what a kernel takes.
 
-    Example:
+    Examples:
         >>> ((forward, *backward),) = compile_calls([KernelCall(kernel="matmul", shapes={"x": (8, 64), "w": (64, 64)})])
     """
     require_compiler("cuda", where="registers and spills of a kernel")
@@ -113,12 +113,12 @@ def _launches(found: Sequence[dict[str, Any]]) -> list[Launch]:
 
 def _matched(launches: Sequence[Launch], said: str, known: dict[Launch, CompiledKernel]) -> Iterator[CompiledKernel]:
     """The kernels of a program with what the compiler said of them; it says nothing again of an earlier one."""
-    figures, products = _figures(said), _wgmma(said)
+    figures, products = _figures(said), _products(said)
     for launch in launches:
         key = dataclasses.replace(launch, latency_ns=None)
         if launch.name in figures:
             arch, numbers = figures[launch.name]
-            known[key] = CompiledKernel(launch=key, arch=arch, uses_wgmma=launch.name in products, **numbers)
+            known[key] = CompiledKernel(launch=key, arch=arch, instructions=products[launch.name], **numbers)
         elif key not in known:
             raise CompileError(
                 "The compiler has not said what a kernel takes.",
@@ -156,10 +156,13 @@ def _number(form: str, words: str, default: int | None = None) -> int:
     return int(match[1]) if match else int(default or 0)
 
 
-def _wgmma(said: str) -> set[str]:
-    """Names of the kernels with products of the tensor cores."""
+def _products(said: str) -> dict[str, tuple[str, ...]]:
+    """By kernel the instructions with which it multiplies on the tensor cores."""
     _, *parts = _ENTRY.split(said)
-    return {name for name, body in zip(*[iter(parts)] * 2, strict=True) if _WGMMA in body}
+    found = {}
+    for name, body in zip(*[iter(parts)] * 2, strict=True):
+        found[name] = tuple(instruction for instruction in _PRODUCTS if instruction in body)
+    return found
 
 
 # The process that compiles.
@@ -171,9 +174,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compile(asked: dict[str, Any], folder: Path) -> list[list[dict[str, Any]]]:
-    devices = topology_devices(parse_topology(f"{asked['device']}:1x1"))
-    mesh = jax.sharding.Mesh(np.array(devices), ("device",))
-    return [_compile_call(call, mesh, _printed_file(folder, i)) for i, call in enumerate(asked["calls"])]
+    topology = parse_topology(f"{asked['device']}:1x1")
+    mesh = jax.sharding.Mesh(np.array(topology_devices(topology)), ("device",))
+    with traced_for_device(topology.device):
+        return [_compile_call(call, mesh, _printed_file(folder, i)) for i, call in enumerate(asked["calls"])]
 
 
 def _compile_call(call: dict[str, Any], mesh: jax.sharding.Mesh, printed: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ class Launch:
 def launches(lowered: jax.stages.Lowered | str) -> tuple[Launch, ...]:
     """The Mosaic GPU kernels of a program, in its order; of a loop or a function those that are written in it, once.
 
-    Example:
+    Examples:
         >>> h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
         >>> with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h200)):
         ...     lowered = jax.jit(js.kernels.matmul).trace(x, w).lower(lowering_platforms=("cuda",))

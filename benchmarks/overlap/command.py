@@ -16,15 +16,16 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the loads of 
 
 import jax
 
-from benchmarks.overlap import report
+from benchmarks.overlap import paper, report
 from benchmarks.overlap.bench import ROUNDS
 from benchmarks.overlap.grid import QUICK_SIZES, SIZES, groups
 from benchmarks.overlap.kernel_times import cases
-from benchmarks.overlap.machine import conditions, nccl_version
+from benchmarks.overlap.machine import conditions
 from benchmarks.overlap.records import BenchmarkError, Record, continued, newest, save
 from benchmarks.overlap.session import PLACEMENT, Session, Task
+from benchmarks.overlap.target import Comm, Gpu, collective, collective_of, gpu_of, has_kernels, why_no_kernels
 from jshard.errors import FourPartError, RunError
-from jshard.occupancy import ASSUMED_CTAS, CommFootprint, GpuFacts, footprint, gpu
+from jshard.occupancy import ASSUMED_CTAS, AmdGpuFacts
 
 _SECONDS = 540.0  # within ten minutes, with what Python and JAX take to begin and to end
 LINK_GB_S = 300.0  # an assumption: about two thirds of NVLink's 450 GB/s one way
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         _check(args)
+        if args.model:
+            print("\n".join(paper.markdown()))
+            return 0
         if args.list:
             return _list(args)
         return _report(args) if args.report else _measure(args)
@@ -48,11 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, RunError) else 2
 
 
-def tasks(facts: GpuFacts, comm: CommFootprint, *, quick: bool) -> tuple[Task, ...]:
+def tasks(facts: Gpu, comm: Comm, *, quick: bool) -> tuple[Task, ...]:
     """All there is to measure on a GPU, by name, in the order of its worth."""
     cube, wide = QUICK_SIZES if quick else SIZES
-    alone = cases(quick=quick) if facts.arch == "sm_90" else ()
-    order = (PLACEMENT, *groups(facts, comm, (cube,)), *alone, *groups(facts, comm, (wide,)))
+    # What sees the placement of blocks is a kernel for NVIDIA's GPUs.
+    first = () if isinstance(facts, AmdGpuFacts) else (PLACEMENT,)
+    alone = cases(quick=quick) if has_kernels(facts) else ()
+    order = (*first, *groups(facts, comm, (cube,)), *alone, *groups(facts, comm, (wide,)))
     return tuple(Task(what if isinstance(what, str) else what.name, what) for what in order)
 
 
@@ -86,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nccl", default=None, metavar="VERSION", help="whose blocks the load has; by default the one installed")
     add("--link-gb-s", type=float, default=LINK_GB_S, help="rate of a load that is no collective (%(default)g)")
     add("--list", action="store_true", help="print what there is to measure; needs no GPU with --gpu")
-    add("--gpu", default=None, help="for --list: h200, a100, ...")
+    add("--gpu", default=None, help="for --list: h200, a100, mi250x, ...")
+    add("--model", action="store_true", help="print what the occupancy model says of the grid of arXiv 2606.09200")
     add("--report", action="store_true", help="write the report again from the figures; needs no GPU")
     add("--quick", action="store_true", help="small products and few rounds: only to see that it works")
     return parser
@@ -120,8 +127,9 @@ def _list(args: argparse.Namespace) -> int:
         if device is None:
             return 1
         kind = device.device_kind
-    facts = gpu(kind)
-    comm = footprint("ring", gpu=facts, version=args.nccl or nccl_version(), ctas=args.ctas)
+    facts = gpu_of(kind)
+    _tell_of_kernels(facts)
+    comm = collective(facts, nccl=args.nccl, ctas=args.ctas)
     found = tasks(facts, comm, quick=args.quick)
     for name in chosen([task.name for task in found], args.only):
         print(name)
@@ -137,8 +145,8 @@ def _report(args: argparse.Namespace) -> int:
             why="nothing was measured into it.",
             do="python -m benchmarks.overlap",
         )
-    facts = gpu(record.conditions["device"])
-    comm = CommFootprint(**record.conditions["footprint"])
+    facts = gpu_of(record.conditions["device"])
+    comm = collective_of(record.conditions)
     names = [task.name for task in tasks(facts, comm, quick=record.conditions["quick"])]
     _tell(record, facts, args.out, [name for name in names if not record.has(name)])
     return 0
@@ -148,8 +156,9 @@ def _measure(args: argparse.Namespace) -> int:
     device = _gpu_here()
     if device is None:
         return 1
-    facts = gpu(device.device_kind)
-    comm = footprint("ring", gpu=facts, version=args.nccl or nccl_version(), ctas=args.ctas)
+    facts = gpu_of(device.device_kind)
+    _tell_of_kernels(facts)
+    comm = collective(facts, nccl=args.nccl, ctas=args.ctas)
     found = {task.name: task for task in tasks(facts, comm, quick=args.quick)}
     names = chosen(list(found), args.only)
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
@@ -178,7 +187,14 @@ def _gpu_here() -> Any:
     return None
 
 
-def _tell(record: Record, facts: GpuFacts, folder: Path, left: Sequence[str]) -> None:
+def _tell_of_kernels(facts: Gpu) -> None:
+    """Says why jshard's kernels are not measured, if they are not."""
+    why = why_no_kernels(facts)
+    if why:
+        print(f"Without jshard's kernels: {why}.", file=sys.stderr)
+
+
+def _tell(record: Record, facts: Gpu, folder: Path, left: Sequence[str]) -> None:
     for path in report.write(record, facts, folder, left):
         print(path)
     print("\n" + report.markdown(record, facts, left))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.overlap.grid import DOT
 from benchmarks.overlap.records import KernelTime, Placement, Record, Row
-from jshard.occupancy import Block, GpuFacts, room_beside
+from jshard.occupancy import AmdGpuFacts, Block, GpuFacts, room_beside
 from jshard.occupancy.timings import MOST_SLOWER
 
 HIDES, STARVES = 0.78, 0.9
@@ -50,9 +50,9 @@ def placement_verdict(found: Placement, gpu: GpuFacts) -> str:
     )
 
 
-def sentences(record: Record, gpu: GpuFacts) -> list[str]:
+def sentences(record: Record, gpu: GpuFacts | AmdGpuFacts) -> list[str]:
     """The conclusion."""
-    found = [placement_verdict(record.placement, gpu)] if record.placement else ["Placement: not measured."]
+    found = _placement_sentences(record, gpu)
     for size in dict.fromkeys(row.size for row in record.all_rows):
         for load in dict.fromkeys(row.load for row in record.all_rows if row.size == size):
             rows = [row for row in record.all_rows if row.size == size and row.load == load]
@@ -63,6 +63,14 @@ def sentences(record: Record, gpu: GpuFacts) -> list[str]:
     if record.failed:
         found.append(f"Not run, or with a wrong result, {len(record.failed)}: {', '.join(record.failed)}.")
     return found
+
+
+def _placement_sentences(record: Record, gpu: GpuFacts | AmdGpuFacts) -> list[str]:
+    if isinstance(gpu, AmdGpuFacts):  # where it cannot be measured
+        return []
+    if record.placement is None:
+        return ["Placement: not measured."]
+    return [placement_verdict(record.placement, gpu)]
 
 
 def of_size(rows: Sequence[Row]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ class CupyBench:
             self._arrays = _random((size.m, size.k), 0, place), _random((size.k, size.n), 1, place)
         if setting not in self._programs:
             lowered = jax.jit(programs.product_of(setting)).lower(*self._arrays)
-            compiled = lowered.compile(compiler_options=programs.OPTIONS)
+            compiled = lowered.compile(compiler_options=programs.options_of(setting))
             self._programs[setting] = _warm(functools.partial(compiled, *self._arrays))
         self._alone_ms[setting] = self.compute_ms(setting)
         found = programs.unstained(self._programs[setting])
@@ -143,7 +143,7 @@ class ProgramBench:
         """A load alone."""
         move = self._move(load)
         run = lambda x, buffer: (move(buffer, x),)
-        return _ms(self._kept((load,), run, self._arrays[:1], load))
+        return _ms(self._kept((load,), run, self._arrays[:1], load, options=programs.OPTIONS))
 
     def sequential_ms(self, setting: Setting, load: Load) -> float:
         """A load after a product."""
@@ -151,14 +151,18 @@ class ProgramBench:
 
     def both(self, setting: Setting, load: Load, priority: str) -> Beside:
         """A load that begins with the second product."""
-        options = {programs.PRIORITY: priority == "high"} if self._comm is None else {}
+        options = programs.options_of(setting)
+        with_priority = options
+        if self._comm is None:
+            with_priority = options | {programs.PRIORITY: priority == "high"}
         run = programs.two_products(setting, self._move(load))
-        both = self._kept((setting, load, priority), run, self._arrays, load, **options)
-        first = self._kept((setting, "first"), programs.product_of(setting), self._arrays[:2])
+        both = self._kept((setting, load, priority), run, self._arrays, load, options=with_priority)
+        first = self._kept((setting, "first"), programs.product_of(setting), self._arrays[:2], options=options)
         return Beside(_ms(both) - _ms(first))
 
     def _alone(self, setting: Setting) -> Program:
-        return self._kept((setting,), programs.two_products(setting, None), self._arrays)
+        run = programs.two_products(setting, None)
+        return self._kept((setting,), run, self._arrays, options=programs.options_of(setting))
 
     def _kept(
         self,
@@ -166,7 +170,8 @@ class ProgramBench:
         run: Callable[..., Any],
         arrays: tuple[jax.Array, ...],
         load: Load | None = None,
-        **options: Any,
+        *,
+        options: Mapping[str, str | bool],
     ) -> Program:
         """A program, compiled when it is first asked for; with a load its last argument and result is the buffer."""
         if key in self._programs:
@@ -177,7 +182,7 @@ class ProgramBench:
         donate = (len(arrays),) if load and load.kind == "all-reduce" else ()
         jitted = programs.over(self._mesh, run, *specs, donate=donate)
         buffer = lambda: (self._buffer(load),) if load else ()
-        compiled = jitted.lower(*arrays, *buffer()).compile(compiler_options=programs.OPTIONS | options)
+        compiled = jitted.lower(*arrays, *buffer()).compile(compiler_options=dict(options))
 
         def call() -> Any:
             results = compiled(*arrays, *buffer())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from benchmarks.overlap.target import Comm, Gpu, has_kernels
 from jshard.kernels.backend import Occupancy
 from jshard.occupancy import (
-    SHIPPED,
     CommFootprint,
     GpuFacts,
     ShippedKernel,
@@ -15,10 +15,12 @@ from jshard.occupancy import (
     reserved_for,
     resident,
     room_beside,
+    shipped_for,
 )
 from jshard.occupancy.tune import knobs_of
 
 DOT = "XLA's dot"
+TRITON = "XLA's Triton product"  # which XLA compiles itself: its dot may be a kernel of the vendor's library
 COLLECTIVE_BYTES = 896 * 10**6
 _KERNEL = "matmul_nn"
 
@@ -94,18 +96,31 @@ class Group:
         return f"{self.size.name}/{self.form}"
 
 
-def groups(gpu: GpuFacts, comm: CommFootprint, sizes: tuple[Size, ...] = SIZES) -> tuple[Group, ...]:
-    """The grid.
+def groups(gpu: Gpu, comm: Comm, sizes: tuple[Size, ...] = SIZES) -> tuple[Group, ...]:
+    """Returns the grid: for each size the products that the GPU supports, each beside XLA's dot.
+
+    These are jshard's kernels where they run. Elsewhere it is XLA's Triton product, which cannot be shaped, but whose
+    blocks differ from those of the vendor's library.
 
     Raises:
         OccupancyError: the collective would take every multiprocessor.
     """
+    settings_by_form = {TRITON: (Setting(form=TRITON),)}
+    if has_kernels(gpu):
+        assert isinstance(comm, CommFootprint)
+        settings_by_form = _shaped(gpu, comm)
     dot = Setting(form=DOT)
-    forms = [kernel for kernel in SHIPPED if kernel.name.startswith(_KERNEL) and gpu.arch == "sm_90"]
-    shaped = {_form(kernel): _settings(gpu, comm, kernel) for kernel in forms} or {DOT: ()}
-    return tuple(
-        Group(size=size, form=form, settings=(dot, *settings)) for size in sizes for form, settings in shaped.items()
-    )
+    grid = []
+    for size in sizes:
+        for form, settings in settings_by_form.items():
+            grid.append(Group(size=size, form=form, settings=(dot, *settings)))
+    return tuple(grid)
+
+
+def _shaped(gpu: GpuFacts, comm: CommFootprint) -> dict[str, tuple[Setting, ...]]:
+    """Returns the settings of each form of jshard's product."""
+    kernels = [kernel for kernel in shipped_for(gpu).kernels if kernel.name.startswith(_KERNEL)]
+    return {_form(kernel): _settings(gpu, comm, kernel) for kernel in kernels}
 
 
 def _form(kernel: ShippedKernel) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from jshard.occupancy import CommFootprint
+from jshard.occupancy import CommFootprint, RcclFootprint
 
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _PACKAGES = (
-    "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", *_NCCL, "nvidia-cublas-cu12", "nvidia-cublas",
-    "nvidia-cuda-nvcc-cu12", "cupy-cuda12x", "cupy-cuda13x", "jshard",
+    "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "jax-rocm10-plugin", *_NCCL,
+    "nvidia-cublas-cu12", "nvidia-cublas", "nvidia-cuda-nvcc-cu12", "cupy-cuda12x", "cupy-cuda13x", "jshard",
 )  # fmt: skip
 _VARIABLES = (
     "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",
@@ -28,14 +28,18 @@ _ASKED = "driver_version,clocks.max.sm,power.limit"
 
 
 def conditions(
-    device: Any, comm: CommFootprint, *, load: str, link_gb_s: float, rounds: int, quick: bool
+    device: Any, comm: CommFootprint | RcclFootprint, *, load: str, link_gb_s: float, rounds: int, quick: bool
 ) -> dict[str, Any]:
     """Device, versions and settings of now."""
+    units = getattr(device, "core_count", None)
+    if isinstance(comm, RcclFootprint):
+        card = {"compute units": units}
+    else:
+        card = {"SMs": units, "driver, highest SM clock, power limit": driver()}
     return {
         "device": device.device_kind,
         "devices": jax.device_count(),
-        "SMs": getattr(device, "core_count", None),
-        "driver, highest SM clock, power limit": driver(),
+        **card,
         "load": load,
         "footprint": dataclasses.asdict(comm),
         "link GB/s": link_gb_s,
@@ -47,7 +51,7 @@ def conditions(
 
 
 def driver() -> str:
-    """What the driver says of itself and of the first GPU."""
+    """What NVIDIA's driver says of itself and of the first GPU: version, highest SM clock, power limit."""
     try:
         said = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"],

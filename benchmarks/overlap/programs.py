@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.overlap.grid import Setting
+from benchmarks.overlap.grid import TRITON, Setting
 from jshard import _compat
 from jshard.errors import RunError
 from jshard.kernels.products import matmul
@@ -20,6 +20,7 @@ AXIS = "device"
 MOST_ERROR = 1e-2
 OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}  # a captured graph runs streams as it likes
 PRIORITY = "xla_gpu_enable_highest_priority_async_stream"
+_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": True, "xla_gpu_cublas_fallback": False}
 
 
 def product_of(setting: Setting) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -27,6 +28,11 @@ def product_of(setting: Setting) -> Callable[[jax.Array, jax.Array], jax.Array]:
     if setting.knobs is None:
         return jnp.matmul
     return functools.partial(matmul, occupancy=setting.knobs, backend="mosaic")
+
+
+def options_of(setting: Setting) -> dict[str, str | bool]:
+    """Returns the options with which programs of a setting are compiled."""
+    return OPTIONS | _TRITON if setting.form == TRITON else OPTIONS
 
 
 def over(mesh: jax.sharding.Mesh, run: Callable[..., Any], *specs: jax.P, donate: tuple[int, ...] = ()) -> Any:

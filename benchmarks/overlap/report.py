@@ -11,8 +11,10 @@ from benchmarks.overlap import plots
 from benchmarks.overlap.conclusion import baseline_of, dot_of, expected, long_block, sentences
 from benchmarks.overlap.predictions import KILL_RULE, bounds, longer_alone, outcomes
 from benchmarks.overlap.records import Record, Row, path_of
+from benchmarks.overlap.target import Gpu
 from benchmarks.tables import markdown_table
-from jshard.occupancy import GpuFacts
+from jshard.facts.amd_gpus import is_amd_gpu
+from jshard.occupancy import AmdGpuFacts, GpuFacts
 
 TITLE = "Kernels beside a collective"
 _COLUMNS = (
@@ -21,18 +23,18 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def write(record: Record, gpu: GpuFacts, folder: Path, left: Sequence[str] = ()) -> list[Path]:
+def write(record: Record, gpu: Gpu, folder: Path, left: Sequence[str] = ()) -> list[Path]:
     """Writes table, report and pictures beside the figures; `left` has the names of the tasks that are not done."""
     path = path_of(record, folder)
     drawn = plots.write(record, folder, path.stem) if importlib.util.find_spec("matplotlib") else []
     table, text = path.with_suffix(".csv"), path.with_suffix(".md")
     with table.open("w", newline="") as file:
-        csv.writer(file).writerows([_COLUMNS, *(_cells(row, record.all_rows) for row in record.all_rows)])
+        csv.writer(file).writerows([_columns(record), *(_cells(row, record.all_rows) for row in record.all_rows)])
     text.write_text(markdown(record, gpu, left, [each.name for each in drawn]))
     return [table, text, *drawn]
 
 
-def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = (), pictures: Sequence[str] = ()) -> str:
+def markdown(record: Record, gpu: Gpu, left: Sequence[str] = (), pictures: Sequence[str] = ()) -> str:
     """The report."""
     lines = [f"# {TITLE}", "", *_conditions(record), ""]
     if record.conditions.get("quick"):
@@ -41,8 +43,9 @@ def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = (), pictures: 
         lines += [f"**Not complete. Not measured yet: {', '.join(left)}.**", ""]
     lines += ["## Conclusion", "", "Made from the figures by the rules of `benchmarks/overlap/conclusion.py`.", ""]
     lines += [*(f"- {sentence}" for sentence in sentences(record, gpu)), ""]
-    lines += ["## Predictions", "", *_predictions(record, gpu), "", KILL_RULE, ""]
-    lines += ["## Placement", "", *_placement(record, gpu), ""]
+    if not isinstance(gpu, AmdGpuFacts):  # both are about NVIDIA's GPUs
+        lines += ["## Predictions", "", *_predictions(record, gpu), "", KILL_RULE, ""]
+        lines += ["## Placement", "", *_placement(record, gpu), ""]
     lines += [
         "## Grid",
         "",
@@ -60,7 +63,15 @@ def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = (), pictures: 
 
 def grid_table(record: Record) -> list[str]:
     """The rows of all groups."""
-    return _table(_COLUMNS, [_cells(row, record.all_rows) for row in record.all_rows])
+    return _table(_columns(record), [_cells(row, record.all_rows) for row in record.all_rows])
+
+
+def _columns(record: Record) -> tuple[str, ...]:
+    """Returns the names of the columns, in the words of the GPU's vendor."""
+    if not is_amd_gpu(record.conditions["device"]):
+        return _COLUMNS
+    words = {"blocks/SM": "workgroups/CU", "SMs": "CUs"}
+    return tuple(words.get(column, column) for column in _COLUMNS)
 
 
 def _conditions(record: Record) -> list[str]:

@@ -17,12 +17,12 @@ from benchmarks.overlap.gpu_bench import CupyBench, ProgramBench
 from benchmarks.overlap.grid import COLLECTIVE_BYTES, Group
 from benchmarks.overlap.kernel_times import Case
 from benchmarks.overlap.records import Record
-from jshard.errors import FourPartError, RunError
-from jshard.occupancy import CommFootprint, GpuFacts
+from benchmarks.overlap.target import Comm, Gpu, LoadForm, load_form, no_load, no_placement
+from jshard.errors import FourPartError
+from jshard.occupancy import AmdGpuFacts, CommFootprint
 
 PLACEMENT = "placement"
 _FIRST_GUESS_S = 60.0  # of a task, before any was run: most of it is compiling
-_NO_CUPY = "CuPy is not installed"
 _BEGUN = "it was begun, and did not end"
 
 
@@ -44,20 +44,17 @@ class Session:
         rounds: times of each setting.
     """
 
-    def __init__(self, facts: GpuFacts, comm: CommFootprint, *, bytes_per_s: float, rounds: int) -> None:
+    def __init__(self, facts: Gpu, comm: Comm, *, bytes_per_s: float, rounds: int) -> None:
         self._facts, self._comm, self._rate, self._rounds = facts, comm, bytes_per_s, rounds
-        self._cupy, self._several = has_cupy(), len(jax.local_devices()) > 1
+        self._cupy = has_cupy()
+        self._form = load_form(facts, num_devices=len(jax.local_devices()), has_cupy=self._cupy)
         self._bench: Any = None
         self._load: Any = None
 
     @property
     def how(self) -> str:
         """How the load runs, in words."""
-        if self._several:
-            return "NCCL; priority by XLA's option"
-        if self._cupy:
-            return "a kernel like NCCL's, launched by CuPy"
-        return f"a Pallas kernel on another stream, at the same priority and not paced: {_NO_CUPY}"
+        return self._form.value
 
     def run(
         self, tasks: Sequence[Task], record: Record, *, seconds: float, clock: Callable[[], float] = time.monotonic
@@ -90,6 +87,7 @@ class Session:
             if isinstance(task.what, Case):
                 times = kernel_times.measure(task.what, rounds=self._rounds)
                 return dataclasses.replace(record, kernels={**record.kernels, task.name: times}, failed=failed)
+            assert not isinstance(self._facts, AmdGpuFacts)
             placement = self._load_here().placement(self._facts.num_sms, long_block(self._facts))
             return dataclasses.replace(record, placement=placement, failed=failed)
         except (FourPartError, RuntimeError, MemoryError) as error:  # of JAX and of CuPy
@@ -97,27 +95,29 @@ class Session:
             return dataclasses.replace(record, failed={**failed, task.name: why})
 
     def _bench_here(self) -> Any:
-        if self._bench is None and self._several:
-            self._bench = ProgramBench(None)
-        elif self._bench is None:
-            if not self._cupy and self._facts.arch != "sm_90":
-                raise _no_cupy(f"a load on {self._facts.title}", "without it the load is a kernel for Hopper GPUs.")
-            self._bench = CupyBench(self._load_here()) if self._cupy else ProgramBench(self._comm)
+        if self._bench is None:
+            self._bench = self._new_bench()
         return self._bench
+
+    def _new_bench(self) -> Any:
+        if self._form in (LoadForm.NCCL, LoadForm.RCCL):
+            return ProgramBench(None)
+        if self._form is LoadForm.CUPY:
+            return CupyBench(self._load_here())
+        if self._form is LoadForm.PALLAS:
+            assert isinstance(self._comm, CommFootprint)
+            return ProgramBench(self._comm)
+        raise no_load(self._facts)
 
     def _load_here(self) -> Any:
         if not self._cupy:
-            raise _no_cupy("placement", "it launches kernels of its own, and records where their blocks run.")
+            raise no_placement()
         if self._load is None:
+            assert isinstance(self._comm, CommFootprint)
             block = self._comm.block
             assert block is not None
             self._load = CupyLoad(block, self._comm.ctas, self._rate, COLLECTIVE_BYTES)
         return self._load
-
-
-def _no_cupy(where: str, why: str) -> RunError:
-    do = "pip install cupy-cuda12x, or cupy-cuda13x for a jax with cuda13."
-    return RunError(f"{_NO_CUPY}.", where=where, why=why, do=do)
 
 
 def alive() -> bool:

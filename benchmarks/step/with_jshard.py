@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 from flax import nnx
 
 import jshard as js
@@ -22,6 +21,6 @@ def made(sizes: Sizes, *, scan: bool) -> Made:
     optimizer = js.shard_optimizer(model, adamw(sizes))
     sharding = batch_sharding(mesh)
     batch = tokens_like(sizes, sharding)
-    options = js.compiler_options("fastest", platform=jax.default_backend())
+    options = js.compiler_options("fastest", mesh=mesh)
     step = train.TrainStep(gpt.loss_fn, model, optimizer, batch, compiler_options=options)
     return Made.of(step, sharding, step.compiled)

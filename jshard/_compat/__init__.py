@@ -4,7 +4,7 @@ One file per topic, loaded on first use, so that a launcher does not import Flax
 
     private_names         the list of private names, each with what happens in a version that lacks it
     environment           installed versions, launchers of clusters, meetings of processes
-    compiler              options, the cache of programs, what is assumed of absent GPUs
+    compiler              options, the cache of programs, what is assumed of absent GPUs, the partitioner alone
     tracing               traces, tracers and equations
     calls                 primitives whose equations hold a program
     unchecked_programs    programs without types of varying axes

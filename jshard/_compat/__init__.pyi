@@ -17,6 +17,7 @@ from jshard._compat.environment import coordinator as coordinator
 from jshard._compat.environment import hide_useless_plugins as hide_useless_plugins
 from jshard._compat.environment import jax_version as jax_version
 from jshard._compat.environment import launcher_cluster as launcher_cluster
+from jshard._compat.environment import libtpu_without_tensor as libtpu_without_tensor
 from jshard._compat.environment import orbax_operations as orbax_operations
 from jshard._compat.environment import plugin_versions as plugin_versions
 from jshard._compat.environment import register_rocm as register_rocm
@@ -28,7 +29,13 @@ from jshard._compat.host_memory import host_rows as host_rows
 from jshard._compat.host_memory import host_sharding as host_sharding
 from jshard._compat.host_memory import memory_kinds as memory_kinds
 from jshard._compat.host_memory import on_host as on_host
+from jshard._compat.kernels import COMPILES_FOR_AMPERE as COMPILES_FOR_AMPERE
+from jshard._compat.kernels import gpu_assumed as gpu_assumed
 from jshard._compat.kernels import interpreter_transposes as interpreter_transposes
+from jshard._compat.kernels import kernel_capability as kernel_capability
+from jshard._compat.kernels import load_for_copy as load_for_copy
+from jshard._compat.kernels import mma as mma
+from jshard._compat.kernels import mma_zeros as mma_zeros
 from jshard._compat.kernels import mosaic_kernel as mosaic_kernel
 from jshard._compat.kernels import on_stream as on_stream
 from jshard._compat.kernels import pallas_load as pallas_load

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -126,3 +127,36 @@ def cudnn_assumed(version: tuple[int, int], capability: tuple[int, int]) -> Iter
         stack.enter_context(private_names.CUDNN_AT_LEAST.replaced(assumed.is_at_least))
         stack.enter_context(private_names.CUDNN_IS_EQUAL.replaced(assumed.is_equal))
         yield lambda: assumed.was_checked
+
+
+# ---- JAX's partitioner, Shardy, run on a lowered program without a compiler: passes that jaxlib does not document
+
+MlirOperation: TypeAlias = Any
+"""An operation of a lowered program: jaxlib's bindings have no types."""
+
+# As XLA runs them: shardings are propagated; where an operand's is not the one that an operation needs, it is resharded
+# by collectives.
+_PASSES = (
+    "sdy-propagation-pipeline",
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
+    "func.func(sdy-reshard-to-collectives)",
+)
+
+
+def partitioned_module(lowered: jax.stages.Lowered) -> MlirOperation:
+    """Returns the program with the shardings of all values, and with the collectives that they need."""
+    from jaxlib.mlir import passmanager
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        for passes in _PASSES:
+            passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+    return module.operation
+
+
+def shardings_of_region(region: MlirOperation) -> list[str]:
+    """Returns the shardings of a manual region's results, as text."""
+    from jaxlib.mlir.dialects import sdy
+
+    attribute: Any = sdy.TensorShardingPerValueAttr(region.attributes["out_shardings"])
+    return [str(sharding) for sharding in attribute.shardings]

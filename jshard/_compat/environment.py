@@ -114,6 +114,22 @@ def _version(package: str) -> str | None:
     return None
 
 
+_LIBTPU_OF_TENSOR = (0, 0, 50)
+
+
+def libtpu_without_tensor() -> str | None:
+    """Returns the version of the installed libtpu if it aborts on axes left to the compiler; None if it does not.
+
+    Before 0.0.50 its partitioner aborts the process where some axes of a region are manual and others are not:
+    "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()".
+    """
+    version = _version("libtpu")
+    if version is None:  # none, or a nightly build, which is a package of another name
+        return None
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    return version if numbers < _LIBTPU_OF_TENSOR else None
+
+
 def jax_version() -> str:
     """Returns the version of jax, for measurements made with it."""
     return importlib.metadata.version("jax")

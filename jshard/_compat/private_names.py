@@ -54,6 +54,7 @@ class PrivateName:
         without: what happens if it is gone.
         needed_for: what cannot work without it; empty if there is a fallback.
         is_on_instances: whether only instances of the class have the attribute, and not the class itself.
+        since: the version of the package from which on it is used; empty for all that are supported.
     """
 
     module: str
@@ -61,6 +62,7 @@ class PrivateName:
     without: str
     needed_for: str = ""
     is_on_instances: bool = False
+    since: str = ""
 
     @property
     def attribute(self) -> str:
@@ -250,6 +252,13 @@ GPU_INTERPRETER = PrivateName(
     "InterpretGPUParams",
     without="the public name of jax 0.11 and later is used",
     needed_for="kernels that run step by step on a CPU under jax 0.10",
+)
+
+KERNEL_CAPABILITY = PrivateName(
+    "jax.experimental.mosaic.gpu.utils",
+    "_infer_arch",
+    without="kernels are planned for absent Hopper GPUs only",
+    since="0.12",
 )
 
 # Flax: graphs of NNX, and its variables. `graphlib` has no underscore, but is not documented.

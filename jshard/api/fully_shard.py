@@ -23,7 +23,7 @@ from jshard.plans.padding import Padding, logical, logical_shape, padding_of, st
 from jshard.plans.placement import Placement, PlacementPolicy
 from jshard.plans.plan import Leaf, make_plan
 from jshard.plans.policies import Fallback, MixedPrecision, UnitPolicy
-from jshard.plans.remat import Remat
+from jshard.plans.remat import AUTO, Remat
 from jshard.plans.units import (
     LogicalOptimizer,
     Path,
@@ -58,7 +58,7 @@ def fully_shard(
     units: UnitChoices = None,
     reshard_after_forward: bool | int | None = None,
     mixed_precision: MixedPrecision | None = None,
-    remat: Remat = "none",
+    remat: Remat = "auto",
     prefetch: int | str = 1,
     placement: PlacementPolicy | None = None,
     fallback: Fallback = "warn",
@@ -92,10 +92,13 @@ def fully_shard(
             the root, False for the root itself, whose parameters backward needs immediately.
         mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
         remat: activation checkpointing of the unit: a name (all are in docs/sharding_a_model.md, such as `"full"`,
-            `"dots"`, `"offload"`, `"torchtitan_selective"`, `"minimal_flash"`), `"names:NAME,..."` for values named
-            by `jax.ad_checkpoint.checkpoint_name`, or a policy from `jax.checkpoint_policies`. No policy keeps
-            gathered parameters. `"offload"` keeps in host memory the values that `"dots_with_no_batch_dims"` keeps;
-            a policy offloads activations by name. With `units=` it applies to the units and not to the root, where it
+            `"dots"`, `"offload"`, `"torchtitan_selective"`, `"minimal_flash"`), `"names:NAME,..."` for values named by
+            `jax.ad_checkpoint.checkpoint_name`, or a policy from `jax.checkpoint_policies`. No policy keeps gathered
+            parameters. `"auto"`, the default, chooses when a gradient is traced, by an estimate of time and memory: for
+            layers in a loop the fastest of `"none"`, `"dots"` and `"full"` that fits the device, for layers called one
+            after another `"none"` if it fits, and `"none"` for the root and other units; `js.explain` shows what was
+            chosen, and why. `"offload"` keeps in host memory the values that `"dots_with_no_batch_dims"` keeps; a
+            policy offloads activations by name. With `units=` it applies to the units and not to the root, where it
             would run every unit three times; for both, annotate the units one by one, then the root.
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
             the same in backward, in reverse order. 0: when it is needed. A budget such as `"512MiB"`: as early as
@@ -112,7 +115,7 @@ def fully_shard(
             float arrays but no `nnx.Param`.
         MeshError: the mesh has no `fsdp` axis, has Manual axes, or has no host memory to offload to.
 
-    Example:
+    Examples:
         >>> for block in model.blocks:
         ...     block = js.fully_shard(block, mesh=mesh)
         >>> model = js.fully_shard(model, mesh=mesh)
@@ -132,8 +135,9 @@ def fully_shard(
     # Before any module is changed: an error here leaves the model plain.
     checks.check_unit(unit)
     root = unit
-    if units is not None:  # remat of the root would run every unit three times
-        root = dataclasses.replace(unit, policy=dataclasses.replace(policy, remat="none"))
+    if units is not None:
+        # Of a root this means "none": a policy of its own would run every unit three times.
+        root = dataclasses.replace(unit, policy=dataclasses.replace(policy, remat=AUTO))
     if isinstance(module, nn.Module):
         return annotated(module, root, units, unit)
     modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]

@@ -83,7 +83,7 @@ def value_and_grad(
         CallError: the batch does not divide into microbatches that divide over the data shards; or the model is never
             called with the parameters that were gathered for it.
 
-    Example:
+    Examples:
         >>> grad_fn = js.value_and_grad(loss_fn, accumulate=4, sync="last")
         >>> loss, grads = nnx.jit(lambda model, x: grad_fn(model, x))(model, x)
     """

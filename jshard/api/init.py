@@ -35,7 +35,7 @@ def abstract_init(build: Callable[[], M], annotate: Callable[[M], object] | nn.M
     Raises:
         AnnotationError: the root is not annotated, or a large parameter would be replicated.
 
-    Example:
+    Examples:
         >>> plan = js.plan(js.abstract_init(lambda: MLP(nnx.Rngs(0)), annotate))
     """
     build = _traceable(build)
@@ -66,7 +66,7 @@ def shard_init(
         AnnotationError: the processes of a run would initialise different models, as with a seed for each.
         MeshError: the annotation's mesh is abstract, or differs from `mesh`.
 
-    Example:
+    Examples:
         >>> model = js.shard_init(lambda: MLP(nnx.Rngs(0)), annotate)
     """
     build = _traceable(build)

@@ -51,7 +51,7 @@ class LossScale:
         growth_interval: number of consecutive good updates after which the scale grows.
         factor: the factor by which it grows and shrinks; it does not shrink below 1.
 
-    Example:
+    Examples:
         >>> optimizer = js.shard_optimizer(model, js.LossScale().around(optax.adamw(1e-3)))
         >>> loss, grads = js.scaled_value_and_grad(loss_fn, optimizer)(model, x)
         >>> optimizer.update(model, grads)  # nothing happens if they are not finite
@@ -119,7 +119,7 @@ def loss_scale_of(optimizer: object) -> LossScaleState | None:
     Args:
         optimizer: an `nnx.Optimizer`, a Linen `TrainState`, or an Optax state.
 
-    Example:
+    Examples:
         >>> optimizer = js.shard_optimizer(model, js.LossScale().around(optax.adamw(1e-3)))
         >>> float(js.loss_scale_of(optimizer).scale)
         65536.0
@@ -163,7 +163,7 @@ def scaled_value_and_grad(
     Returns:
         A function of `(model, *batch)` that returns `(loss, gradients)`, or `((loss, aux), gradients)`, both unscaled.
 
-    Example:
+    Examples:
         >>> optimizer = js.shard_optimizer(model, js.LossScale().around(optax.adamw(1e-3)))
         >>> loss, grads = js.scaled_value_and_grad(loss_fn, optimizer)(model, x)
         >>> optimizer.update(model, grads)  # nothing happens if they are not finite

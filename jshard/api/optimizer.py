@@ -80,7 +80,7 @@ def shard_optimizer(
         AnnotationError: the root of the model is not annotated, or `tx` is not a transformation.
         MeshError: the mesh of the annotation is abstract.
 
-    Example:
+    Examples:
         >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):

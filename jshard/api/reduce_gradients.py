@@ -40,7 +40,7 @@ def reduce_gradients(model: nnx.Module | nn.Module, partial: PartialGradients) -
     Raises:
         CallError: the sums are of another model, or of the model on another mesh.
 
-    Example:
+    Examples:
         >>> grad_fn = js.value_and_grad(loss_fn, sync="none")
         >>> loss, total = nnx.jit(grad_fn)(model, x)
         >>> add = nnx.jit(lambda model, total, x: jax.tree.map(jnp.add, total, grad_fn(model, x)[1]), donate_argnums=1)

@@ -73,7 +73,7 @@ def revise(
     Raises:
         AnnotationError: the model is not annotated, no unit is chosen, or a setting is not valid.
 
-    Example:
+    Examples:
         >>> model = js.revise(model, reshard_after_forward=False)  # ZeRO-2, while gradients are accumulated
         >>> model = js.revise(model, "blocks/*", remat="full", prefetch=2)
     """

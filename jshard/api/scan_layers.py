@@ -54,7 +54,7 @@ def scan_layers(
     Raises:
         CallError: the layers are not equal, share variables, or change the type of `x`.
 
-    Example:
+    Examples:
         >>> x = js.scan_layers(model.blocks, x)
     """
     stack = _Stack(layers, method, _as_arrays(x), _as_arrays(xs), args, kwargs, collect=collect)

@@ -1,11 +1,13 @@
 """Checkpoints: a layer over Orbax that saves sharded state and restores it onto any mesh.
 
-Example:
-    js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
-    state = js.checkpoint.restore("run/100", like={"model": model, "optimizer": optimizer, "step": 0})
+Examples:
+    >>> js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
+    >>> state = js.checkpoint.restore("run/100", like={"model": model, "optimizer": optimizer, "step": 0})
 
-    checkpoints = js.checkpoint.Checkpointer("run", keep=3)  # the same by step, with the old ones deleted
-    checkpoints.save(100, {"model": model, "optimizer": optimizer, "step": 100})
+    The same by step, with the old ones deleted:
+
+    >>> checkpoints = js.checkpoint.Checkpointer("run", keep=3)
+    >>> checkpoints.save(100, {"model": model, "optimizer": optimizer, "step": 100})
 """
 
 from jshard.checkpoint.errors import CheckpointError as CheckpointError

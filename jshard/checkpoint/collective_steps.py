@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, cast
 
-from jshard._processes import ProcessGroup, all_or_none, all_processes, failures, publish_failure, withdraw
+from jshard._processes import ProcessGroup, all_or_none, all_processes, check_awaited, failures, publish_failure
 from jshard._types import Json
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, in_four_parts, reasons_of, write_failed
@@ -29,26 +29,26 @@ class CollectiveSteps:
         path: the checkpoint; a name for its steps, and for errors.
         timeout_s: how long to wait for the other processes in one step.
         group: the processes that save, all by default.
+
+    Attributes:
+        session: what all agreed on in the first step, see `exchange`; empty before.
     """
 
     def __init__(self, path: Place, timeout_s: float, group: ProcessGroup | None = None) -> None:
         self._group = group or all_processes()
+        self.session = ""
         self._path = path
         self._timeout_s = timeout_s
         # Where processes publish theirs, also between steps.
         self._failures = f"save {next(_save_numbers[self._group])}{self._group.suffix}"
-        self._left: list[str] = []  # what this process has left for the others at the latest exchange
         self._agreed: Exception | None = None  # why the save has failed, once all processes know it
 
-    def run(
-        self, topic: str, work: Callable[[], tuple[Result, Report]], *, is_last: bool = False
-    ) -> tuple[Result, list[Report]]:
+    def run(self, topic: str, work: Callable[[], tuple[Result, Report]]) -> tuple[Result, list[Report]]:
         """Runs one step; every process calls it.
 
         Args:
             topic: its name.
             work: returns a result for this process, and a report for all of them, which is sent as JSON.
-            is_last: whether the save ends with this step.
 
         Returns:
             The result of this process's work, and the reports of all processes.
@@ -73,17 +73,19 @@ class CollectiveSteps:
             explained,
             failed=self._error_of_others,
             timeout_s=self._timeout_after(error),
-            left=None if is_last else self._left,
+            session=self.session,
             group=self._group,
         )
-        if is_last:
-            # No exchange follows that would delete these keys.
-            withdraw(self._left)
         return cast(Result, result), reports  # an error of any process has been raised
 
     def run_alike(self, topic: str, work: Callable[[], None]) -> None:
         """Runs a step that has no results."""
         self.run(topic, lambda: (work(), None))
+
+    def check_awaited(self, topic: str) -> None:
+        """Raises a `RunError` if other processes no longer wait for this one in a step to come; it does not wait."""
+        name = f"{topic} {self._path}"
+        check_awaited(name, timeout_s=self._timeout_s, session=self.session, group=self._group)
 
     def agree_on(self, error: Exception) -> None:
         """Records that all processes know this error: the steps around the current one raise it at once."""

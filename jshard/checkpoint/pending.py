@@ -33,17 +33,21 @@ class Pending:
         self.timeout_s = timeout_s
         self._result: object = None
         self._error: BaseException | None = None
+        # Set as the last thing here. A thread that is started runs at once, and Python lets it run for 5 ms before the
+        # thread that started it, which is that of training.
+        self._may_begin = threading.Event()
         # A daemon: at exit Python would wait for any other thread for ever, and `_finish_all` waits for a limited time.
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {name}", daemon=True)
         _wait_at_exit()
+        # Before it begins: it takes itself out of the set when it succeeds.
+        _unreported.add(self)
         try:
             self._thread.start()
         except RuntimeError:  # no thread can start, for example because the program is about to exit
+            self._may_begin.set()
             self._run(work)
-        # The thread takes it out of the set when it succeeds, which may have been before it was added.
-        _unreported.add(self)
-        if self.is_done() and self._error is None:
-            _unreported.discard(self)
+        finally:
+            self._may_begin.set()
 
     def is_done(self) -> bool:
         """Returns whether it has ended, successfully or not."""
@@ -96,6 +100,7 @@ class Pending:
         ) from self._error
 
     def _run(self, work: Callable[[], object]) -> None:
+        self._may_begin.wait()
         try:
             self._result = work()
         # Also `SystemExit`: a thread would end without a trace.

@@ -79,7 +79,7 @@ def restore(
         CheckpointError: there is no checkpoint at `path`, its leaves do not match those of `like`, or it is damaged or
             cannot be read; in the last two cases the error is a `RunError`, too.
 
-    Example:
+    Examples:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
     group = group_of_state(like, processes)
@@ -108,7 +108,7 @@ def forecast(path: str | os.PathLike[str], like: PyTree, *, names: Names | None 
         CheckpointError: there is no checkpoint at `path`, its leaves do not match those of `like`, or its metadata are
             damaged, when the error is a `RunError`, too.
 
-    Example:
+    Examples:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
     """
     # No exchange as in `restore`: a single process may ask.

@@ -124,15 +124,20 @@ def save_async(
 
 
 def name_draft(draft: Path, path: Path) -> None:
-    """Gives a folder whose files are all on disk its mark and its final name, as Orbax does for those that it makes."""
+    """Gives a folder whose files are all on disk its mark and its final name, as Orbax does for those that it makes.
+
+    On return the named folder would survive a power cut.
+    """
     (draft / COMMIT_MARK).touch()
     flush(draft / COMMIT_MARK)
+    # Before the name: a folder that has it is complete, also after a power cut.
     flush(draft)
     draft.rename(path)
+    flush(path.parent)
 
 
 def keep_on_disk(path: Path) -> None:
-    """Waits until a named checkpoint would survive a power cut; jshard's files are already on disk."""
+    """Waits until a checkpoint that Orbax named would survive a power cut; jshard's files are already on disk."""
     flush(path)
     # The name of the folder is in its parent: without this, a power cut could undo the renaming.
     flush(path.parent)

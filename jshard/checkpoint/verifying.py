@@ -61,7 +61,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
     Raises:
         CheckpointError: there is no checkpoint, or it was written by a newer jshard.
 
-    Example:
+    Examples:
         >>> verdict = js.checkpoint.verify("run/checkpoints/100")
         >>> verdict.is_good, [finding.leaf for finding in verdict.findings]
         (False, ['model/blocks/3/mlp/up/kernel'])

@@ -29,6 +29,7 @@ Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 Options = Literal["fastest", "memory", "none"]
 Extra = Literal["error", "ignore"]  # as in jshard.checkpoint, which imports jax
 Weights = Literal["model", "ema"]
+Pack = Literal["yes", "no"]
 Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]  # as in jshard.data.token_files, which imports numpy
 # Repeatable; each use adds one.
 Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
@@ -217,15 +218,21 @@ class TrainArgs(RecipeArgs):
     """Compiler options, as in js.compiler_options; on a CPU every profile is empty."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
     """Files to train on: text, .jsonl, .parquet, .bin and .npy of token ids, and folders of them or of Hugging Face
-    datasets; PATH=WEIGHT sets the share of samples of each. By default the sources of Python's standard library."""
+    datasets; PATH=WEIGHT sets the share of samples of each. hf:NAME[,CONFIG][:SPLIT] streams a dataset of Hugging Face,
+    by its name or a local folder (extra `datasets`). By default the sources of Python's standard library."""
     held_out: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
-    """The same, for the validation loss; by default a twentieth of --data."""
+    """The same, for the validation loss; by default a twentieth of --data, and of a stream its first rows."""
     text_key: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Key or column of a document's text; by default text."""
+    """Key or column of a document's text; by default text. Of conversations, of their messages; by default messages or
+    conversations."""
+    pack: Pack | None = None
+    """Whether several conversations share a sequence, in which none sees another (yes, the default). With no, each has
+    a sequence of its own, for a model that takes no segments."""
     dtype: Dtype | None = None
     """Dtype of the token ids in .bin files."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A Hugging Face tokenizer.json; by default every byte is a token. Needs the extra `hf`."""
+    """A Hugging Face tokenizer.json, or the folder of a model that has it; by default every byte is a token. Needs the
+    extra `hf`. For conversations the folder has the chat template, too."""
     workers: Count = 0
     """Processes that read the data, for data that is expensive to produce; 0 reads in a thread."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -239,6 +246,9 @@ class TrainArgs(RecipeArgs):
     """Start from the parameters of a checkpoint: of jshard (a checkpoint, or a run), Orbax, PyTorch's distributed
     checkpoints, DeepSpeed's ZeRO-3, or safetensors; the model file's `hf_names` maps their names. A resumed run
     continues with its own, and reads these again only if it has saved none."""
+    adapters: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Start with the adapters in a folder of PEFT, beside the weights of --init-from; its adapter_config.json sets
+    model.lora."""
     extra: Extra | None = None
     """What to do with parameters of --init-from that the model has no place for, such as more layers: refuse (error,
     the default), or skip them (ignore)."""

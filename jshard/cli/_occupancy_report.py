@@ -12,13 +12,12 @@ from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.occupancy import CommFootprint, GpuFacts, ShippedKernel
 from jshard.occupancy.blocks import limits, refusals, resident
 from jshard.occupancy.room_plans import Plan, plans
-from jshard.occupancy.shipped_kernels import SHIPPED_SOURCE
+from jshard.occupancy.shipped_kernels import SHIPPED, shipped_for
 
 _LEGEND = (
     "a block: threads x registers, shared memory. per SM: blocks at once. drain: blocks that must end on one SM before"
     " one of the collective starts there; with a persistent kernel all must (kernel). Only a measurement shows which is"
-    f" fastest. Kernels: {SHIPPED_SOURCE}, so for no other GPU. Assumed: the warps of a block are spread evenly over"
-    " the quarters of an SM, which have the registers."
+    " fastest. {} Assumed: the warps of a block are spread evenly over the quarters of an SM, which have the registers."
 )
 _SHORT = {"shared memory": "SMEM"}
 
@@ -32,8 +31,8 @@ class OccupancyReport(Printed):
         kernels: as compiled.
         footprints: what the collectives take.
 
-    Example:
-        >>> print(OccupancyReport(gpu("h200"), SHIPPED, [COPY_ENGINE]))
+    Examples:
+        >>> print(OccupancyReport(gpu("h200"), shipped_for(gpu("h200")).kernels, [COPY_ENGINE]))
     """
 
     gpu: GpuFacts
@@ -53,7 +52,7 @@ class OccupancyReport(Printed):
                 refused.append(f"{kernel.label}: {why}")
         if refused:
             parts += [Text("\n".join(refused)), Text()]
-        parts.append(Text(_LEGEND))
+        parts.append(Text(_LEGEND.format(_source_text(self.gpu))))
         return Group(*parts)
 
     def to_dict(self) -> dict[str, object]:
@@ -113,6 +112,15 @@ class OccupancyReport(Printed):
             return f"{comm}: no SM"
         block = f"{comm.threads} x {comm.registers}, {comm.smem_bytes:,} B"
         return f"{comm}: {comm.ctas} blocks of {block}, {resident(self.gpu, comm.block)} on an empty SM"
+
+
+def _source_text(gpu: GpuFacts) -> str:
+    """Returns what the kernels of a table were compiled for, and whether they run on its GPU."""
+    source = shipped_for(gpu).source
+    if gpu.major in SHIPPED:
+        return f"jshard's kernels: {source}."
+    # Those of Hopper stand there for comparison.
+    return f"jshard's kernels: {source}; they do not run on this GPU."
 
 
 def _unchanged(ways: Sequence[Plan]) -> Plan:

@@ -193,6 +193,7 @@ def explained(request: RecipeRequest, mesh: AnyMesh, data: Data | None = None) -
     model_file = request.model_file
     with abstract(request, mesh, data or own_data(model_file, request.recipe)) as (model, batch):
         optimizer = request.recipe.optimizer()
-        explanation = js.explain(model, optimizer=optimizer, loss_fn=model_file.loss, batch=batch, wrt=model_file.wrt)
+        trained = model_file.trained(request.recipe)
+        explanation = js.explain(model, optimizer=optimizer, loss_fn=model_file.loss, batch=batch, wrt=trained)
     memory = with_averages(explanation.memory, explanation.plan, request.recipe)
     return dataclasses.replace(explanation, memory=memory)

@@ -11,7 +11,7 @@ from jshard._types import Json
 from jshard.checkpoint.buckets import BucketPath
 from jshard.checkpoint.lookup import OF_A_RUN, no_checkpoint, place_of, steps_in
 from jshard.cli._arguments import TrainArgs, parse_steps
-from jshard.cli._config import NOT_IN_FILES
+from jshard.cli._config import NOT_IN_FILES, as_setting
 from jshard.cli._devices import parse_mesh
 from jshard.cli._recipe_request import (
     KEY_OF_OPTION,
@@ -27,10 +27,12 @@ from jshard.cli._recipe_request import (
     without_keys,
 )
 from jshard.cluster.compile import Variant, as_text
+from jshard.data.stream_rows import stream_address
 from jshard.errors import ShardingError
 from jshard.recipes.hf_config import check
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override, parse_units
+from jshard.recipes.peft_folder import adapter_settings
 from jshard.recipes.recipe import Recipe, check_recipe, tree, versions
 from jshard.train.progress import check_profile
 from jshard.train.run_folder import RunFolder
@@ -38,7 +40,8 @@ from jshard.train.trackers import available
 
 _RUNS = Path("runs")
 _INHERITED = tuple(
-    "recipe set unit steps seed data held_out text_key dtype tokenizer init_from checkpoints extra".split()
+    "recipe set unit steps seed data held_out text_key pack dtype tokenizer init_from adapters checkpoints"
+    " extra".split()
 )
 """Options that determine what is trained: they are recorded, and a resumed run inherits them."""
 
@@ -71,10 +74,11 @@ class Request(RecipeRequest):
         """The options that determine what is trained."""
         args = self.args
         absolute = {  # a run may be resumed from another folder
-            "data": [path.absolute() for path in args.data],
-            "held_out": [path.absolute() for path in args.held_out],
+            "data": [_absolute(path) for path in args.data],
+            "held_out": [_absolute(path) for path in args.held_out],
             "tokenizer": args.tokenizer and args.tokenizer.absolute(),
             "init_from": args.init_from and str(place_of(args.init_from)),
+            "adapters": args.adapters and args.adapters.absolute(),
         }
         return {name: getattr(args, name) for name in _INHERITED} | absolute | {"recipe": self.name}
 
@@ -115,6 +119,14 @@ class Request(RecipeRequest):
         }
 
 
+def _absolute(data: Path) -> Path:
+    """Returns a path, or the address of a stream, as it is from any folder."""
+    address = stream_address(data)
+    if address is None:
+        return data.absolute()
+    return Path(address.absolute().text)
+
+
 def _with_variant(args: TrainArgs, variant: Variant) -> TrainArgs:
     units = [f"{name}={as_text(value)}" for name, value in variant.units.items()]
     return dataclasses.replace(
@@ -144,6 +156,10 @@ def request_of(args: TrainArgs) -> Request:
     if weights is not None:
         # As settings they are in the run's record: a resumed run has them even if the weights are gone.
         settings = stored_settings(model_file, recipe, weights)
+        if args.adapters is not None:
+            settings += [
+                as_setting(f"model.lora.{key}", value) for key, value in adapter_settings(args.adapters).items()
+            ]
         args = dataclasses.replace(args, set=merged_settings(settings, args.set))
     recipe = override(recipe, all_settings(args))
     if weights is not None and model_file.hf_types:
@@ -184,11 +200,13 @@ def _resumed(args: TrainArgs, out: Path | None) -> TrainArgs:
 
 def _check_vacant(args: TrainArgs, model_file: ModelFile, out: Path | None) -> None:
     """Checks that a new run may write to its folder; now, as the data may take minutes to read."""
-    if args.resume:
+    # The command of a run with --dry-run shows the tables of its plan, also while it trains.
+    writes_nothing = args.dry_run or args.print_config
+    if args.resume or writes_nothing:
         return
     if out is not None:
         RunFolder.check_vacant(out)
-    elif not (args.dry_run or args.print_config):
+    else:
         # A free name is vacant: what is checked is that the folder of runs can be written.
         RunFolder.check_vacant(RunFolder.free_name(_RUNS, model_file.path.stem))
 
@@ -221,6 +239,13 @@ def _check(args: TrainArgs) -> None:
             where=f"--extra {args.extra}",
             why="it says what to do with those of --init-from that the model has no place for.",
             do=f"--init-from PATH --extra {args.extra}; or leave it out.",
+        )
+    if args.adapters is not None and args.init_from is None and not args.resume:
+        raise ShardingError(
+            "The adapters have no base.",
+            where=f"--adapters {args.adapters}",
+            why="they are added to the weights of a model, which --init-from names.",
+            do=f"--init-from BASE --adapters {args.adapters}",
         )
     if args.checkpoints is not None and BucketPath.parse(args.checkpoints) is None:
         raise ShardingError(
@@ -304,7 +329,7 @@ def _from_record(name: str, value: Json) -> object:
     """Returns an option's value, from its JSON form in the record of a run."""
     if name in ("data", "held_out"):
         return tuple(map(Path, value))
-    if name in ("tokenizer", "init_from"):
+    if name in ("tokenizer", "init_from", "adapters"):
         return value and Path(value)
     if name == "unit":
         return tuple(value)

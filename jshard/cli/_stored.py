@@ -25,7 +25,7 @@ from jshard.cli.train import check_processes
 from jshard.data import Tokenizer
 from jshard.data.files import weighted
 from jshard.data.token_files import is_tokens
-from jshard.data.tokenizer import transformers_files
+from jshard.data.tokenizer import tokenizer_file, transformers_files
 from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model, check_has_average
 from jshard.recipes.ema import Ema, ema_of
@@ -187,7 +187,7 @@ class StoredRun:
         # A run that continues without an average has it until its next checkpoint.
         if recipe.ema_decay is None:
             recipe = dataclasses.replace(recipe, ema_decay=0.5)
-        average = ema_of(recipe, model, self.model_file.wrt)
+        average = ema_of(recipe, model, self.model_file.trained(recipe))
         assert average is not None  # it has a decay
         return average
 
@@ -202,7 +202,7 @@ class StoredRun:
         """Returns the files by which Transformers has the tokenizer of the run; none if it is unknown or missing."""
         file = self.tokenizer_file(None)
         if file is not None:
-            return transformers_files(file) if file.is_file() else {}
+            return transformers_files(file) if tokenizer_file(file).is_file() else {}
         if self.model_file.data is not None or self._reads_token_ids():
             return {}
         return transformers_files(None)

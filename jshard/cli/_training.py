@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,23 +13,30 @@ from jax.sharding import Mesh
 
 import jshard as js
 from jshard import launch
+from jshard._live import at_work
 from jshard._processes import exchange
 from jshard._text import counted, loss_text
+from jshard.checkpoint.lookup import OF_A_RUN
 from jshard.cli._arguments import TrainArgs
-from jshard.cli._data import data_of, loss_unit
+from jshard.cli._data import data_of, loss_unit, tokenizer_of
 from jshard.cli._devices import num_devices, open_mesh, simulate_devices
 from jshard.cli._recipe_request import explained
 from jshard.cli._request import Request, request_of
+from jshard.cli._summary import devices_text, summary
+from jshard.cluster.layouts import free_axes
 from jshard.data import Data
+from jshard.inspect.explain import Explanation
 from jshard.inspect.tables import show, whole_line
 from jshard.recipes.recipe import check_batch
 from jshard.train.auto import chosen_variant
 from jshard.train.expected import ExpectedStep
-from jshard.train.run import Finished, check_trackers, run_recipe
+from jshard.train.run import Finished, check_initial_parameters, check_trackers, check_vocabulary, run_recipe
 from jshard.train.run_options import RunOptions
 
 Say = Callable[[object], object]
 """Prints a line, or a table."""
+
+_QUIET_S = 10.0  # planning takes longer only for large models
 
 
 def train(args: TrainArgs) -> int:
@@ -49,21 +56,25 @@ def _train(request: Request) -> int:
     request = _on_devices(request)
     mesh = _open_mesh(request)
     args = request.args
-    check_batch(request.recipe, mesh)
-    expect = None
-    if args.expect is not None:
-        expect = ExpectedStep.read(args.expect, within=args.expect_within)
-    check_trackers(request.track)  # a login may ask the user, who does not wait until the data are read
-    data = _read_data(request)  # before the plan: unreadable data should fail first
     say = show if jax.process_index() == 0 else _say_nothing
-    say(_devices())
-    compiler_options = js.compiler_options(None if args.options == "none" else args.options)
+    expect = _checked_inputs(request, mesh)
+    explanation = None
+    if request.model_file.data is None:
+        # The shapes of text are known without reading it, so that a model that cannot be built is refused first.
+        explanation = _explained(request, mesh, None, say)
+    data = _read_data(request)
+    check_vocabulary(request.recipe, data.tokenizer)
+    compiler_options = js.compiler_options(None if args.options == "none" else args.options, mesh=mesh)
     if args.auto:
+        say(devices_text())
         request = _with_best_variant(request, mesh, data, compiler_options, say)
         mesh = _open_mesh(request)
-    say(explained(request, mesh, data))
-    say(data.description)
+        explanation = None
+    if explanation is None:
+        explanation = _explained(request, mesh, data, say)
     out = _agreed_folder(request)
+    for line in summary(request, explanation, mesh, data, out):
+        say(line)
     again = request.given.again(out)
     # From now on the supervisor can say how to continue, whatever happens to this process.
     launch.note(again=again, folder=str(out))
@@ -81,6 +92,7 @@ def _train(request: Request) -> int:
         compiler_options=compiler_options,
         expect=expect,
         init_from=args.init_from,
+        adapters=args.adapters,
         extra=args.extra or "error",
         keep_in_memory=args.keep_in_memory,
         programs=args.compile_cache or "beside",
@@ -110,6 +122,41 @@ def _on_devices(request: Request) -> Request:
     return request
 
 
+def _checked_inputs(request: Request, mesh: Mesh) -> ExpectedStep | None:
+    """Refuses what cannot be used, before data are read; returns the step that is expected, if any.
+
+    The run checks the same again, for those who call it without this command, and as `--auto` may change the recipe.
+    """
+    args = request.args
+    check_batch(request.recipe, mesh)
+    expect = None
+    if args.expect is not None:
+        expect = ExpectedStep.read(args.expect, within=args.expect_within)
+        if not args.auto:  # which chooses the mesh and the microbatches
+            expect.check_request(request.recipe, mesh)
+    check_trackers(request.track)  # a login may ask the user, who does not wait until the data are read
+    if args.tokenizer is not None and request.model_file.data is None:
+        # To make tokens of the text takes long, to look at the number of ids does not.
+        check_vocabulary(request.recipe, tokenizer_of(args.tokenizer))
+    check_initial_parameters(
+        request.model_file,
+        request.recipe,
+        mesh,
+        args.init_from,
+        extra=args.extra or "error",
+        resume=args.resume,
+        series=args.checkpoints or (request.out and request.out / OF_A_RUN),
+        adapters=args.adapters,
+    )
+    return expect
+
+
+def _explained(request: Request, mesh: Mesh, data: Data | None, say: Say) -> Explanation:
+    stream = sys.stdout if jax.process_index() == 0 else None
+    with at_work("planning the run", say=say, stream=stream, quiet_s=_QUIET_S):
+        return explained(request, mesh, data)
+
+
 def _open_mesh(request: Request) -> Mesh:
     mesh = open_mesh(request.sizes)
     assert isinstance(mesh, Mesh)  # devices were not given as a number
@@ -126,6 +173,7 @@ def _read_data(request: Request) -> Data:
         held_out=args.held_out,
         text_key=args.text_key,
         dtype=args.dtype,
+        pack=args.pack,
     )
 
 
@@ -136,7 +184,15 @@ def _with_best_variant(
     if request.args.resume:
         say("--auto: a resumed run keeps its configuration")
         return request
-    variant = chosen_variant(request.model_file, request.recipe, mesh, data, compiler_options=compiler_options, say=say)
+    variant = chosen_variant(
+        request.model_file,
+        request.recipe,
+        mesh,
+        data,
+        free=free_axes(request.sizes),
+        compiler_options=compiler_options,
+        say=say,
+    )
     return request.with_variant(variant)
 
 
@@ -149,18 +205,6 @@ def _say_nothing(*text: object) -> None:
     pass
 
 
-def _devices() -> str:
-    """Describes the devices in one line: how many of which kind, and whether they are simulated."""
-    devices = jax.devices()
-    line = f"{len(devices)} x {devices[0].device_kind}"
-    # A process has one CPU device unless more are simulated.
-    if devices[0].platform == "cpu" and len(devices) > jax.process_count():
-        line += f" (simulated on {os.cpu_count()} cores: for learning and tests, not for speed)"
-    if jax.process_count() == 1:
-        return line
-    return f"{line}, {jax.process_count()} processes"
-
-
 def printable_text(text: str) -> str:
     """Returns generated text without terminal control characters."""
     # A model may generate anything, also what moves the cursor of a terminal.
@@ -170,7 +214,7 @@ def printable_text(text: str) -> str:
 def _say_result(request: Request, data: Data, finished: Finished, say: Say) -> None:
     if finished.sample is not None:
         sample = textwrap.indent(printable_text(finished.sample), "    ")
-        say(f"\na sample; it begins with held-out text:\n{sample}")
+        say(f"\na sample, after a prompt of held-out text:\n{sample}")
     names = []
     for path in finished.out.iterdir():
         if not path.name.startswith("."):

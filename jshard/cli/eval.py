@@ -86,6 +86,7 @@ def _data(args: EvalArgs, stored: StoredRun) -> Data:
         held_out=held_out,
         text_key=options.get("text_key"),
         dtype=options.get("dtype"),
+        pack=options.get("pack"),
     )
     # A loss over other samples looks the same, and could not be compared with the run's.
     if not args.data and data.fingerprint != stored.data["fingerprint"]:

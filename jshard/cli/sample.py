@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -13,7 +14,8 @@ import tyro
 from jshard.cli._arguments import Count, parse
 from jshard.cli._stored import RunArgs, StoredRun
 from jshard.cli._training import printable_text
-from jshard.data import Tokenizer
+from jshard.data import HuggingFaceTokenizer, Tokenizer
+from jshard.data.chat_template import ChatTemplate, TemplateError, template_beside
 from jshard.errors import ShardingError
 from jshard.train.sampling import Draw, Sampler, is_decoder
 
@@ -28,6 +30,8 @@ class SampleArgs(RunArgs):
 
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "\n"
     """The beginning of the text."""
+    chat: bool = False
+    """Take the prompt for the message of a user, in the chat template beside the tokenizer, and print the reply."""
     tokens: Count = 256
     """Number of tokens to generate."""
     temperature: float = 0.8
@@ -48,7 +52,11 @@ def run(argv: Sequence[str]) -> int:
     command = ["jshard", "sample", *argv]
     stored = StoredRun.read(args.path, model=args.model, is_trusted=args.trust, command=command)
     tokenizer = stored.tokenizer(args.tokenizer)
-    prompt = _prompt_tokens(args.prompt, tokenizer)
+    template = _template(tokenizer, args.prompt) if args.chat else None
+    if template is None:
+        prompt = _prompt_tokens(args.prompt, tokenizer)
+    else:
+        prompt = _chat_tokens(args.prompt, tokenizer, template)
     mesh = args.open_mesh()  # after all that can be refused without devices
     model, _ = stored.restored_model(mesh, extra=args.extra, weights=args.weights)
     if not is_decoder(stored.model_file, model.model):
@@ -67,8 +75,47 @@ def run(argv: Sequence[str]) -> int:
     )
     tokens = sampler.continued(prompt, args.tokens)  # all processes call it; one prints
     if jax.process_index() == 0:
+        if template is not None:
+            tokens = _reply(tokens[prompt.size :], tokenizer, template)
         print(printable_text(tokenizer.decode(np.asarray(tokens))))
     return 0
+
+
+# A prompt that is a message.
+
+
+def _template(tokenizer: Tokenizer, prompt: str) -> ChatTemplate:
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return template_beside(tokenizer.path)
+    raise ShardingError(
+        "There is no chat template.",
+        where=f"--chat --prompt {shlex.quote(prompt)}",
+        why="the run was trained on bytes, and a template comes with a tokenizer.json.",
+        do="leave out --chat.",
+    )
+
+
+def _chat_tokens(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> np.ndarray:
+    """Returns the tokens of a message and of what comes before the reply to it."""
+    try:
+        prompt = template.text([{"role": "user", "content": text}], add_generation_prompt=True)
+    except TemplateError as error:
+        raise ShardingError(
+            "The chat template cannot render the prompt.",
+            where=str(template.path),
+            why=f"{error}.",
+            do="leave out --chat, and give the text with its marks of turns as the prompt.",
+        ) from error
+    (tokens,) = tokenizer.encode_batch([prompt.encode()])
+    return tokens
+
+
+def _reply(tokens: np.ndarray, tokenizer: Tokenizer, template: ChatTemplate) -> np.ndarray:
+    """Returns the tokens up to the one that ends a turn."""
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    end = tokenizer.id_of(template.special_tokens.get("eos_token", ""))
+    ends = np.flatnonzero(tokens == end) if end is not None else np.empty(0, int)
+    return tokens[: ends[0]] if ends.size else tokens
 
 
 def _prompt_tokens(text: str, tokenizer: Tokenizer) -> np.ndarray:

@@ -82,7 +82,7 @@ def _device(args: TuneArgs) -> tuple[Device, bool]:
             "There is nothing to tune for this GPU.",
             where=f"--gpu {args.gpu}" if args.gpu else device.title,
             why=device.why_unshaped,
-            do=f"--gpu {_ASSUMED}  # or run it on an H100 or H200",
+            do=f"--gpu {_ASSUMED}  # or run it on a Hopper or, with jax 0.12, an Ampere GPU",
         )
     return device, is_measured
 

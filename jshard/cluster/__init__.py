@@ -17,8 +17,15 @@ Modules, from the bottom up:
     strategies       sharding strategies as configurations
     costs            estimates of a configuration before it is compiled
     search           ranks all configurations by these
-    report           one compiled configuration and its timeline
+    cases            a figure as stated, at its best and at its worst
+    goals            targets and budgets as text
+    sizing           the best configurations on clusters of growing size
+    failures         the time that failures and checkpoints take
+    outlook          what is expected of a run on a cluster
+    timeline         the parts of a step by the replay, as bars to draw
+    report           one compiled configuration, as text and as a page
     comparison       several, side by side
     choose           `--auto`: decides among the first of a search
     suggest          configurations with less memory
+    answer           the answer to a target or a budget
 """

@@ -26,6 +26,7 @@ class Assumptions:
     fast_bytes_per_s: float  # rate of a collective within a host, each way (NVLink, ICI)
     fast_group: int  # number of devices joined by those links, consecutive in mesh order
     slow_bytes_per_s: float  # rate of a device's link to other hosts (NIC)
+    fast_links: int = 0  # links of a device that the rate is the sum of, where a program says how many it uses (TPU)
     latency_s: float = 15e-6  # of one collective
     fast_hop_s: float = 0.0  # added by each ring step to a neighbour
     slow_hop_s: float = 0.0  # added by each step to another host
@@ -66,7 +67,7 @@ class Assumptions:
             return peak * self.attention_efficiency
         return peak * self.matmul_efficiency * _tile_efficiency(product.sizes, self.multiprocessors)
 
-    def transfer_s(self, kind: str, full_bytes: float, group: Sequence[int]) -> float:
+    def transfer_s(self, kind: str, full_bytes: float, group: Sequence[int], links: int = 0) -> float:
         """Returns the time of a collective of a group, alone on the links.
 
         Between hosts, the slower of two rings determines it: the ring over all devices on the fast links, and the
@@ -76,18 +77,25 @@ class Assumptions:
             kind: of the collective, e.g. "all-gather".
             full_bytes: size of the whole array.
             group: positions in the mesh of the devices that take part.
+            links: the fast links of a device that carry it at once; 0 for all.
         """
         sent_bytes = ring_bytes(kind, full_bytes, len(group))
         num_hosts = len({position // self.fast_group for position in group})
         # An all-reduce goes around the ring twice: it is a reduce-scatter and an all-gather.
         rounds = 2 if kind == "all-reduce" else 1
         hops_s = rounds * ((len(group) - num_hosts) * self.fast_hop_s + (num_hosts - 1) * self.slow_hop_s)
-        fast_s = sent_bytes / self.fast_bytes_per_s
+        fast_s = sent_bytes / (self.fast_bytes_per_s * self._share_of_links(links))
         if num_hosts == 1:
             return fast_s + self.latency_s + hops_s
-        links = len(group) / num_hosts if kind in _SHARED_LINKS else 1
-        slow_s = sent_bytes / (self.slow_bytes_per_s * links)
+        adapters = len(group) / num_hosts if kind in _SHARED_LINKS else 1
+        slow_s = sent_bytes / (self.slow_bytes_per_s * adapters)
         return max(fast_s, slow_s) + self.latency_s + hops_s
+
+    def _share_of_links(self, links: int) -> float:
+        """Returns the part of the rate within a slice that so many links have; all of it if one number is unknown."""
+        if not links or not self.fast_links:
+            return 1.0
+        return min(1.0, links / self.fast_links)
 
 
 # ---- tiles and waves

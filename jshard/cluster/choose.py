@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -21,7 +21,7 @@ from jshard.inspect.tables import FittedTable, Printed, add_row, broken_line, ma
 _FINALISTS = 3  # configurations to compile
 _MORE_FINALISTS = 3  # and this many more while none of them fits
 # Rows of the table.
-_SHOWN_FITTING = 12
+_SHOWN_FITTING = 10
 _SHOWN_TOO_LARGE = 3
 
 
@@ -84,6 +84,7 @@ def choose(
     requested: CompileRequest,
     mesh: Mapping[str, int],
     *,
+    free: Collection[str],
     plan: ClusterPlan,
     bench: VariantCompiler,
 ) -> Chosen:
@@ -93,11 +94,12 @@ def choose(
         costs: estimates for the recipe on the cluster.
         requested: the original request.
         mesh: its mesh.
+        free: the axes whose degrees are chosen.
         plan: the result of compiling it.
         bench: compiles the others.
     """
     with at_work("estimating every configuration", say=bench.say, stream=bench.stream) as work:
-        searched = search(costs, mesh)
+        searched = search(costs, mesh, free=free)
         work.result = searched.counted
     command = command_line(requested, assume=bench.cluster.assume)
     compiled = [Compared(variant=Variant(name="as asked", mesh=mesh), command=command, plan=plan)]
@@ -127,37 +129,43 @@ def _step_s(row: Compared) -> float:
 
 def _ranking_table(searched: Search) -> FittedTable:
     """Returns the table of the requested configuration, and the best ones of those that fit and do not fit."""
-    best = searched.ranked[0] if searched.ranked else None
-    default = searched.default
-    # The requested one is in one of the two lists: no configuration counts twice.
-    num_considered = len({id(cost) for cost in (default, *searched.ranked, *searched.too_large)})
+    num_considered = len(searched.considered)
+    num_too_large = len(searched.too_large)
     caption = (
         "Estimated from the plan, before compiling, to choose what to compile. way: what is kept from forward to"
         " backward, remat, microbatches. waits: for collectives. Of configurations with equal times, the one with the"
-        f" least memory is shown. {num_considered} configurations were considered;"
-        f" {len(searched.too_large)} do not fit."
+        f" least memory is shown. {num_considered} configurations were considered; {num_too_large} do not fit."
     )
     columns = ("way", "mesh", "GiB>", "step>", "computes>", "waits>", "why not")
     table = made_table("Configurations, by the estimate", *columns, caption=caption)
-    too_large_ids = {id(cost) for cost in searched.too_large}
-    shown = (*searched.finalists(_SHOWN_FITTING), *searched.too_large[:_SHOWN_TOO_LARGE])
-
-    def why_not(cost: Cost) -> str:
-        if best is None or id(cost) in too_large_ids:
-            return "does not fit"
-        return why_lost(cost, best)
-
-    for cost in (default, *(cost for cost in shown if cost is not default)):
-        add_row(table, *_cells(cost), why_not(cost))
+    for cost in _shown(searched):
+        add_row(table, *_cells(cost), _why_not(cost, searched))
     return table
 
 
+def _shown(searched: Search) -> Iterator[Cost]:
+    """Yields the configurations of the table, the requested one first."""
+    if searched.default is not None:
+        yield searched.default
+    for cost in (*searched.finalists(_SHOWN_FITTING), *searched.too_large[:_SHOWN_TOO_LARGE]):
+        if cost is not searched.default:
+            yield cost
+
+
+def _why_not(cost: Cost, searched: Search) -> str:
+    does_not_fit = any(cost is other for other in searched.too_large)
+    if does_not_fit or not searched.ranked:
+        return "does not fit"
+    return why_lost(cost, searched.ranked[0])
+
+
 def _cells(cost: Cost) -> list[str]:
-    mesh = " ".join(f"{axis}={degree}" for axis, degree in cost.variant.mesh.items() if degree > 1)
+    split = [f"{axis}={degree}" for axis, degree in cost.variant.mesh.items() if degree > 1]
+    peak_gib = cost.memory.step_bytes / 2**30
     return [
         cost.variant.name,
-        mesh,
-        f"{cost.memory.step_bytes / 2**30:.1f}",
+        " ".join(split),
+        f"{peak_gib:.1f}",
         duration(cost.step_s),
         duration(cost.compute_s),
         duration(cost.exposed_s),

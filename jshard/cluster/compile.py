@@ -50,13 +50,17 @@ class Variant:
     units: UnitSettings = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
+    stage_microbatches: int | None = None  # in flight on pipeline stages; None for the requested number
 
     @property
     def settings(self) -> tuple[str, ...]:
         """Returns its changes to the recipe, in the form of `--set`."""
-        if self.accumulate is None:
-            return ()
-        return (f"accumulate={self.accumulate}",)
+        settings = []
+        if self.accumulate is not None:
+            settings.append(f"accumulate={self.accumulate}")
+        if self.stage_microbatches is not None:
+            settings.append(f"stages.microbatches={self.stage_microbatches}")
+        return tuple(settings)
 
     def of(self, requested: CompileRequest) -> CompileRequest:
         """Returns the request to compile for it, given the original request."""

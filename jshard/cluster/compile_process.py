@@ -24,9 +24,12 @@ from jshard.cluster.compile import CompiledStep, CompileRequest, TooLargeError
 from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.rocm_stubs import check_rocm
 from jshard.cluster.topology import Topology, parse_topology, topology_devices, traced_for_device
+from jshard.engine.chosen_remat import chosen_for, with_chosen_remats
 from jshard.engine.context import plain_flax
 from jshard.errors import FourPartError
 from jshard.inspect.audit import CompiledMemory
+from jshard.inspect.plan_tables import chosen_remats
+from jshard.plans.mesh import num_hosts
 from jshard.recipes.building import abstract_model, batch_of, optimizer_of
 from jshard.recipes.ema import ema_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
@@ -76,13 +79,14 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
         request.profile,
         platform=topology.device.name,
         overrides={},
+        in_one_host=num_hosts(mesh) == 1,
         # On the mesh, so that the compiler of the cluster answers, and not that of this process's CPU.
         try_compile=compile_nothing(NamedSharding(mesh, PartitionSpec())),
     )
     compiled = _compiled(lowered, options, topology)
     compiled_s = time.perf_counter()
 
-    plan = js.plan(model, wrt=model_file.wrt)
+    plan = with_chosen_remats(js.plan(model, wrt=model_file.trained(recipe)))
     flops, formula = model_file.step_flops(recipe, plan)
     own_usage = resource.getrusage(resource.RUSAGE_SELF)
     children_usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # ptxas
@@ -101,7 +105,7 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
         cpu_s=_cpu_s(own_usage) + _cpu_s(children_usage),
         rss_bytes=own_usage.ru_maxrss * 1024,  # Linux counts KiB
         versions=versions(),
-        notes=notes,
+        notes=(*notes, *chosen_remats(plan)),
     )
 
 
@@ -115,6 +119,7 @@ def _traced(
     """Returns the model, its lowered step, and the assumptions of tracing for an absent device."""
     with contextlib.ExitStack() as stack:
         assumptions = stack.enter_context(traced_for_device(topology.device))
+        stack.enter_context(chosen_for(topology.device))
         if request.plain_flax:
             stack.enter_context(plain_flax())
         try:
@@ -132,10 +137,10 @@ def lowered_step(
     """Returns the lowered step of a recipe on a mesh, and its model, both without arrays."""
     model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(
-        model, optimizer_of(recipe, model), wrt=model_file.wrt, shard_replicated=shard_replicated
+        model, optimizer_of(recipe, model), wrt=model_file.trained(recipe), shard_replicated=shard_replicated
     )
     batch = batch_of(model_file, recipe, recipe.batch_size, mesh)
-    ema = ema_of(recipe, model, model_file.wrt)
+    ema = ema_of(recipe, model, model_file.trained(recipe))
     return model, lower_step(model_file.loss_fn, model, optimizer, batch, accumulate=recipe.accumulate, ema=ema)
 
 

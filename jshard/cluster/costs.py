@@ -1,27 +1,26 @@
 """Estimated memory and time of a recipe's configurations before compiling: a filter, not a measurement.
 
 Memory is that of `jshard.inspect.memory`. Time is that of matrix products, of traffic to the device's memory, and of
-the plan's exposed collectives, if as much as possible is hidden behind computation. Costs common to all configurations
-are left out: a model's communication over its own axes, and copies between device and host.
+exposed collectives, if as much as possible is hidden behind computation: those of the plan, and those of the model over
+its own axes.
 
-A search considers many configurations, so little is traced for each. What a model saves for backward grows linearly
-with the batch, and does not depend on the number of data shards. So it is traced for two small batches on two devices.
+What is traced for it is in `model_traces`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-
-from flax import nnx
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
 import jshard as js
-from jshard.api.revise import has_inner_units, repeated_layers, revise_layers
 from jshard.cluster.assumptions import Assumptions
-from jshard.cluster.compile import UnitSettings, Variant
+from jshard.cluster.compile import Variant
 from jshard.cluster.machine import Machine
+from jshard.cluster.model_costs import KernelTimes, kernel_times
+from jshard.cluster.model_traces import Degrees, ModelTraces, Settings
 from jshard.cluster.predicted_stages import (
     check_divides,
     compute_factor,
@@ -29,39 +28,45 @@ from jshard.cluster.predicted_stages import (
     with_carries,
     with_predicted_stages,
 )
-from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
+from jshard.engine.chosen_remat import chosen_for, with_chosen_remats
+from jshard.inspect.activations import saved_arrays
 from jshard.inspect.communication import FORWARD, unit_traffic
 from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.memory import Memory, kept_bytes, memory_of
+from jshard.inspect.partitioned import MODEL_AXES
 from jshard.inspect.plan_tables import folded_units
 from jshard.inspect.staged_memory import stages_memory
-from jshard.plans.mesh import CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR, data_shards
+from jshard.inspect.traced_step import TracedStep
+from jshard.plans.mesh import FSDP, PIPE, REPLICA, data_shards
 from jshard.plans.plan import ShardPlan, UnitPlan
+from jshard.plans.remat import AUTO, NONE
 from jshard.plans.stages import Stages
-from jshard.plans.units import modules
-from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.building import batch_of
 from jshard.recipes.ema import with_averages
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
-from jshard.recipes.recipe import Recipe
+from jshard.recipes.recipe import Recipe, check_batch
 
-_RECOMPUTED = {"full": 4 / 3, "dots": 1.0, "none": 1.0}  # arithmetic relative to that of forward and backward
-# Shares of forward in the computation of a microbatch: backward has two products for each, and a third one if it
-# computes forward again.
-_FORWARD_SHARE = 1 / 3
-_FORWARD_SHARE_RECOMPUTED = 0.25
-# Passes over the device's memory per byte that is saved, and per byte that would be saved without remat, which is read
-# and written in any case. As in programs that XLA compiled for GPUs.
-_SAVED_PASSES = 3.0
-_COMPUTED_PASSES = 3.4
-_RECOMPUTED_PASSES = 1.7  # more of the latter if it is computed again
 _UPDATE_PASSES = 7.0  # over the parameter shard: AdamW reads four arrays and writes three
+_UPDATE_KERNELS = 3  # of each parameter: its cast gradient's norm, the scaled gradient, and the update
+_JOINED_BYTES = 30 * 2**20  # XLA's bound for gathers that it joins
 
-# Settings as tuples, so that they are keys of a cache.
-_Degrees = tuple[tuple[str, int], ...]
-_Settings = tuple[tuple[str, bool | int | str | None], ...]
 
-_TRACED_MESH: _Degrees = ((REPLICA, 1), (FSDP, 2))  # the smallest mesh with sharded parameters
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+    """The computation of a device in a step, in seconds."""
+
+    products_s: float  # matrix products, as fast as large ones
+    small_products_s: float  # that they take longer, because they are small
+    traffic_s: float  # other operations, and gradients that are added: bound by the memory
+    bubble_s: float  # that a device stands still in loops on stages
+    update_s: float  # of the optimizer
+    slowdown_s: float = 0.0  # that all of it takes longer beside collectives
+
+    @property
+    def microbatches_s(self) -> float:
+        """Returns the time of forward and backward of all microbatches."""
+        return self.products_s + self.small_products_s + self.traffic_s + self.bubble_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +75,15 @@ class Cost:
 
     variant: Variant
     memory: Memory  # of one device
-    compute_s: float
-    communication_s: float  # the collectives, run one after another
+    work: StepWork
+    communication_s: float  # the collectives, and copies from and to the host, run one after another
     exposed_s: float  # the part that the computation waits for
     left_out: tuple[str, ...] = ()  # the costs that are not modelled, as text
+
+    @property
+    def compute_s(self) -> float:
+        """Returns the seconds that a device computes in a step."""
+        return self.work.microbatches_s + self.work.update_s + self.work.slowdown_s
 
     @property
     def step_s(self) -> float:
@@ -86,7 +96,7 @@ class Collectives:
     """Equal collectives of a microbatch."""
 
     phase: str  # `forward` or `backward`
-    count: int
+    count: float
     each_s: float
     is_alone: bool  # no computation overlaps with them
 
@@ -104,50 +114,110 @@ class _PlannedModel:
 class Costs:
     """Estimates for configurations of one recipe on one machine; their common parts are traced once."""
 
-    def __init__(self, model_file: ModelFile, recipe: Recipe, machine: Machine) -> None:
+    def __init__(
+        self, model_file: ModelFile, recipe: Recipe, machine: Machine, *, traces: ModelTraces | None = None
+    ) -> None:
         self.model_file = model_file
         self.recipe = recipe
         self.machine = machine
+        self.traces = traces or ModelTraces(model_file, recipe)
+
+    def on(self, machine: Machine, *, settings: Sequence[str] = ()) -> Costs:
+        """Returns the estimates on another machine with the same kind of device; both share what is traced.
+
+        Args:
+            machine: the other one.
+            settings: changes to the batch of the recipe, in the form of `--set`.
+        """
+        recipe = override(self.recipe, settings)
+        return Costs(self.model_file, recipe, machine, traces=self.traces)
 
     def of(self, variant: Variant) -> Cost:
         """Returns the estimate for one configuration, whose batch divides over its mesh.
 
         Raises:
             SettingError: the recipe cannot have its settings.
+            RecipeError: its batch does not divide over the mesh.
             AnnotationError: the model cannot be annotated on its mesh.
             CallError: the recipe has too few microbatches for the stages of its mesh.
         """
         recipe = override(self.recipe, variant.settings)
-        planned = self._planned(tuple(variant.mesh.items()), tuple(variant.units.items()))
+        check_batch(recipe, js.mesh(**variant.mesh, devices=self.machine.num_devices))
+        requested = variant
+        variant = self._settled(variant)
+        planned = self._planned(tuple(variant.mesh.items()), tuple(variant.units.items()), recipe.stages)
         rows = recipe.batch_size // recipe.accumulate // data_shards(variant.mesh)
         check_divides(planned.plan, rows)
         plan = with_carries(planned.plan, self._layer_input_bytes(rows, variant))
-        saved = self._saved(rows, _remat_setting(variant), _sequence_axes(variant))
-        saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + planned.kept_bytes)
-        memory = dataclasses.replace(planned.memory.with_activations(saved), stages=stages_memory(plan))
-        between_places = _between_places(plan, recipe.stages, self.machine.assumptions)
-        collectives = [*planned.collectives, *between_places]
-        compute_s = self._compute_s(planned.plan, recipe, rows, variant)
-        phases_s = self._phases_s(planned.plan, compute_s / recipe.accumulate)
-        communication_s, exposed_s = _exposed_s(collectives, phases_s)
+
+        remat = _remat_setting(variant)
+        axes = _model_axes(variant)
+        step = self.traces.step(rows, remat, axes)
+        saved = self.traces.saved(rows, remat, axes)
+        saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + planned.kept_bytes, live=step.live)
+        memory = planned.memory.with_activations(saved, num_microbatches=recipe.accumulate)
+        memory = dataclasses.replace(memory, stages=stages_memory(plan))
+
+        collectives = [
+            *planned.collectives,
+            *_between_places(plan, recipe.stages, self.machine.assumptions),
+            *self._over_model_axes(plan, rows, remat, axes),
+            *self._copies_of_activations(memory),
+            *self._between_data_shards(plan, step),
+        ]
+        times = kernel_times(step.kernels, self.machine.assumptions)
+        work = self._work(plan, recipe, times)
+        phases_s = _phases_s(work.microbatches_s / recipe.accumulate, times)
+        overlap = _overlap(collectives, phases_s, self.machine.assumptions.contention)
+        copies_s = self._copies_of_state_s(memory)
         return Cost(
-            variant=variant,
+            variant=requested,
             memory=memory,
-            compute_s=compute_s + self._update_s(planned.plan),
-            communication_s=communication_s * recipe.accumulate,
-            exposed_s=exposed_s * recipe.accumulate,
-            left_out=tuple(_left_out(planned.plan, memory)),
+            work=dataclasses.replace(work, slowdown_s=overlap.slowdown_s * recipe.accumulate),
+            communication_s=overlap.communication_s * recipe.accumulate + copies_s,
+            exposed_s=overlap.exposed_s * recipe.accumulate + copies_s,
+            left_out=tuple(self._left_out(plan, memory)),
         )
 
-    @functools.cached_property
-    def remat(self) -> str:
-        """Returns the remat policy of the layers, as annotated."""
-        return _remat_of(self._planned(_TRACED_MESH, ()).plan, self._layer_names)
+    def remat_of(self, variant: Variant) -> str:
+        """Returns the remat policy of the layers in a configuration; of "auto" the one that it chooses."""
+        return _remat_setting(self._settled(variant)) or self.traces.remat
+
+    def _settled(self, variant: Variant) -> Variant:
+        """Returns a configuration with the policy that "auto" chooses in it; the same one if it has another policy."""
+        requested = _remat_setting(variant) or self.traces.remat
+        if requested != AUTO:
+            return variant
+        mesh = tuple(variant.mesh.items())
+        units = tuple(variant.units.items())
+        chosen = self._chosen_remat(mesh, units, variant.accumulate or self.recipe.accumulate)
+        return dataclasses.replace(variant, units={**variant.units, "remat": chosen})
+
+    @functools.cache  # noqa: B019
+    def _chosen_remat(self, mesh: Degrees, units: Settings, accumulate: int) -> str:
+        """Returns what "auto" chooses, from a trace of the whole batch on the whole mesh."""
+        model = self.traces.revised(mesh, {**dict(units), "remat": AUTO})
+        batch = batch_of(self.model_file, self.recipe, self.recipe.batch_size // accumulate)
+        device = self.machine.device
+        context = contextlib.nullcontext() if device is None else chosen_for(device)
+        with context:
+            saved_arrays(model, self.model_file.loss, batch, wrt=self.traces.trained)
+        plan = with_chosen_remats(js.plan(model, wrt=self.traces.trained))
+        chosen = self.traces.remat_in(plan)
+        return NONE if chosen == AUTO else chosen  # no call of it was differentiated
 
     def held_bytes(self, mesh: Mapping[str, int]) -> int:
         """Returns the minimum memory per device on a mesh: the state between steps, and the gradients."""
         memory = self._planned(tuple(mesh.items()), ()).memory
         return memory.held_bytes + memory.gradients_bytes
+
+    def least_step_s(self, mesh: Mapping[str, int]) -> float:
+        """Returns a bound of the time of a step on a mesh: its matrix products alone, without recomputation."""
+        assumptions = self.machine.assumptions
+        plan = self._planned(tuple(mesh.items()), ()).plan
+        step_flops, _ = self.model_file.step_flops(self.recipe, plan)
+        flops_of_device = step_flops / self.machine.num_devices
+        return flops_of_device / (assumptions.flops_per_s * assumptions.matmul_efficiency)
 
     def unit_bytes(self, mesh: Mapping[str, int]) -> int:
         """Returns the gathered bytes of the largest unit."""
@@ -155,147 +225,95 @@ class Costs:
 
     # ---- what is planned
 
-    @functools.cached_property
-    def _layer_names(self) -> frozenset[str]:
-        """Returns the paths of the layers that the model has many of."""
-        model = self._model(_TRACED_MESH)
-        layer_ids = {id(layer) for layer in repeated_layers(model)}
-        return frozenset("/".join(map(str, path)) for path, module in modules(model) if id(module) in layer_ids)
-
-    def _is_layer(self, unit: UnitPlan) -> bool:
-        return any(path in self._layer_names for path in unit.name.split("+"))
-
     @functools.cache  # noqa: B019  (a command makes one `Costs`)
-    def _model(self, mesh: _Degrees) -> nnx.Module:
-        degrees = dict(mesh)
-        abstract_mesh = js.mesh(**degrees, devices=math.prod(degrees.values()))
-        return abstract_model(self.model_file, self.recipe, abstract_mesh)
-
-    @functools.cache  # noqa: B019
-    def _planned(self, mesh: _Degrees, units: _Settings) -> _PlannedModel:
-        plan = js.plan(self._revised(mesh, dict(units)), wrt=self.model_file.wrt)
-        plan = with_predicted_stages(plan, self._layer_names, self.recipe.stages)
+    def _planned(self, mesh: Degrees, units: Settings, stages: Stages | None = None) -> _PlannedModel:
+        layers = self.traces.layer_names
+        plan = self.traces.plan(mesh, dict(units))
+        plan = with_predicted_stages(plan, layers, stages or self.recipe.stages)
         memory = with_averages(memory_of(plan, optimizer=self.recipe.optimizer()), plan, self.recipe)
         # Of the layers only; the traced step contains the other units' copies, but none of the layers.
-        layers_kept_bytes = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit))
-        return _PlannedModel(plan, memory, layers_kept_bytes, tuple(_collectives(plan, self.machine.assumptions)))
+        layers_kept_bytes = 0
+        for unit in plan.units:
+            if not layers.isdisjoint(unit.name.split("+")):
+                layers_kept_bytes += kept_bytes(plan, unit)
+        collectives = tuple(_collectives(plan, self.machine.assumptions))
+        return _PlannedModel(plan, memory, layers_kept_bytes, collectives)
 
-    def _revised(self, mesh: _Degrees, units: UnitSettings) -> nnx.Module:
-        """Returns the model with other settings of its units."""
-        model = nnx.merge(
-            *nnx.split(self._model(mesh))
-        )  # a copy: `revise_layers` changes it, and the model is in the cache
-        if has_inner_units(model):  # else only the mesh can vary
-            revise_layers(model, units)
-        return model
-
-    # ---- what is traced
-
-    def _saved(self, rows: int, remat: str, axes: _Degrees) -> Activations:
-        """Returns the bytes that a device saves for backward: linear, from two traced batch sizes.
-
-        Args:
-            rows: sequences per device.
-            remat: the policy of the layers; empty as annotated.
-            axes: degrees that split each sequence, or the layers.
-        """
-        low, high = self._traced_rows
-        at_low = self._traced(low, remat, axes)
-        at_high = self._traced(high, remat, axes)
-        values = {}
-        for field in dataclasses.fields(Activations):
-            value = getattr(at_low, field.name)
-            growth = (getattr(at_high, field.name) - value) // (high - low)
-            values[field.name] = max(0, value + (rows - low) * growth)
-        return Activations(**values)
-
-    @functools.cache  # noqa: B019
-    def _traced(self, rows: int, remat: str, axes: _Degrees) -> Activations:
-        """Returns the bytes that a device saves for a batch that is traced."""
-        saved = self._arrays(rows, self._unless_annotated(remat), axes)
-        without_remat = self._arrays(rows, self._unless_annotated("none"), axes)
-        return summed(saved, without_remat, self._depths)
-
-    def _unless_annotated(self, remat: str) -> str:
-        """Returns a policy; empty if the layers have it anyway, so that one trace serves both."""
-        return "" if remat == self.remat else remat
-
-    @functools.cached_property
-    def _depths(self) -> Collection[int]:
-        """Returns the numbers of layers that the model has of one kind."""
-        return repeated_layers(self._model(_TRACED_MESH)).values()
-
-    @functools.cached_property
-    def _traced_rows(self) -> tuple[int, int]:
-        """Returns the traced numbers of sequences per device, with which no array looks like a stack of layers."""
-        taken = set()
-        for depth in self._depths:
-            if depth > 1:
-                taken |= {depth, depth - 1}
-        low = 1
-        # Twice as many: the batch has the rows of both devices of the mesh.
-        while not taken.isdisjoint({low, low + 1, 2 * low, 2 * (low + 1)}):
-            low += 1
-        return low, low + 1
-
-    @functools.cache  # noqa: B019
-    def _arrays(self, rows: int, remat: str, axes: _Degrees) -> Saved:
-        units: dict[str, bool | str] = {"reshard_after_forward": True}
-        if remat:
-            units["remat"] = remat
-        model = self._revised((*_TRACED_MESH, *axes), units)
-        batch = batch_of(self.model_file, self.recipe, 2 * rows)
-        return saved_arrays(model, self.model_file.loss, batch, wrt=self.model_file.wrt)
+    def _over_model_axes(self, plan: ShardPlan, rows: int, remat: str, axes: Degrees) -> Iterator[Collectives]:
+        """Yields the collectives of the model over its own axes, for a batch of so many rows for each device."""
+        for traffic in self.traces.traffic(rows, remat, axes):
+            each_s = traffic.seconds(dict(plan.mesh), self.machine.assumptions)
+            # The next operation needs the result. Only what goes round a ring is sent beside the computation.
+            is_alone = traffic.kind != "collective-permute"
+            yield Collectives("backward", traffic.count, each_s, is_alone)
 
     # ---- times
 
-    def _compute_s(self, plan: ShardPlan, recipe: Recipe, rows: int, variant: Variant) -> float:
-        """Returns the time of forward and backward of all microbatches on one device."""
-        assumptions = self.machine.assumptions
-        step_flops, _ = self.model_file.step_flops(recipe, plan)
-        flops = step_flops / self.machine.num_devices
-        remat = _remat_of(plan, self._layer_names)
-        reached_flops_per_s = assumptions.flops_per_s * assumptions.matmul_efficiency
-        products_s = flops * _RECOMPUTED.get(remat, 1.0) / reached_flops_per_s
+    def _work(self, plan: ShardPlan, recipe: Recipe, times: KernelTimes) -> StepWork:
+        """Returns the computation of a step on one device."""
+        num_microbatches = recipe.accumulate
+        sums_s = sums_bytes(plan) / self._reached_bytes_per_s
+        return StepWork(
+            products_s=num_microbatches * times.products_s,
+            small_products_s=num_microbatches * times.small_products_s,
+            traffic_s=num_microbatches * (times.traffic_s + sums_s),
+            bubble_s=num_microbatches * (times.total_s + sums_s) * (compute_factor(plan) - 1),
+            update_s=self._update_s(plan),
+        )
 
-        axes = _sequence_axes(variant)
-        saved_bytes = self._saved(rows, _remat_setting(variant), axes).saved_bytes
-        computed_bytes = self._saved(rows, "none", axes).saved_bytes
-        passes = _COMPUTED_PASSES
-        if remat == "full":
-            passes += _RECOMPUTED_PASSES
-        traffic_bytes = _SAVED_PASSES * saved_bytes + passes * computed_bytes + sums_bytes(plan)
-        computed_s = products_s + recipe.accumulate * traffic_bytes / self._reached_bytes_per_s
-        return computed_s * compute_factor(plan)
+    def _between_data_shards(self, plan: ShardPlan, step: TracedStep) -> Iterator[Collectives]:
+        """Yields what the model itself sends between data shards, as for a norm over the batch."""
+        group = group_along(dict(plan.mesh), (REPLICA, FSDP))
+        if len(group) == 1:
+            return
+        for sent in step.collectives:
+            each_s = self.machine.assumptions.transfer_s(sent.kind, sent.full_bytes(len(group)), group)
+            # The next operation needs the result.
+            yield Collectives(sent.phase, sent.rounds, each_s, is_alone=True)
+
+    def _copies_of_activations(self, memory: Memory) -> Iterator[Collectives]:
+        """Yields the copies of saved values to the host in forward, and back in backward, layer by layer."""
+        rate = self.machine.assumptions.host_bytes_per_s
+        if rate is None or not memory.host_activations_bytes:
+            return
+        each_s = memory.host_activations_bytes / self.traces.num_layers / rate
+        for phase in ("forward", "backward"):
+            yield Collectives(phase, self.traces.num_layers, each_s, is_alone=False)
+
+    def _copies_of_state_s(self, memory: Memory) -> float:
+        """Returns the time to copy what the update reads and writes in host memory. The copies go both ways at once."""
+        rate = self.machine.assumptions.host_bytes_per_s
+        if rate is None:
+            return 0.0
+        state_bytes = memory.host_parameters_bytes + memory.host_optimizer_bytes + memory.host_averages_bytes
+        return state_bytes / rate
+
+    def _left_out(self, plan: ShardPlan, memory: Memory) -> Iterator[str]:
+        """Yields the costs of a configuration that an estimate does not model."""
+        if not all(unit.gathered for unit in plan.units):
+            yield "the communication of units that are never gathered"
+        if memory.host_bytes and self.machine.assumptions.host_bytes_per_s is None:
+            yield "copies to and from the host"
 
     def _layer_input_bytes(self, rows: int, variant: Variant) -> float:
         """Returns the bytes of a layer's input for the examples of a device: what full remat saves of each layer."""
         if variant.mesh.get(PIPE, 1) == 1:
             return 0.0  # it is sent nowhere, and would be one more trace
-        saved = self._saved(rows, "full", _sequence_axes(variant))
-        return max(saved.saved_bytes - saved.outside_bytes, 0) / max(sum(self._depths), 1)
-
-    @functools.cached_property
-    def num_layers(self) -> int:
-        """Returns how many layers the largest group of equal ones has."""
-        return max(sum(self._depths), 1)
+        saved = self.traces.saved(rows, "full", _model_axes(variant))
+        of_layers_bytes = max(saved.saved_bytes - saved.outside_bytes, 0)
+        return of_layers_bytes / self.traces.num_layers
 
     def _update_s(self, plan: ShardPlan) -> float:
         """Returns the time of the optimizer's update."""
-        return _UPDATE_PASSES * plan.bytes_per_device / self._reached_bytes_per_s
+        assumptions = self.machine.assumptions
+        num_kernels = _UPDATE_KERNELS * sum(leaf.trained for leaf in plan.leaves)
+        traffic_s = _UPDATE_PASSES * plan.bytes_per_device / self._reached_bytes_per_s
+        return num_kernels * assumptions.launch_s + traffic_s * (1 + assumptions.straggling)
 
     @property
     def _reached_bytes_per_s(self) -> float:
         assumptions = self.machine.assumptions
         return assumptions.memory_bytes_per_s * assumptions.memory_efficiency
-
-    def _phases_s(self, plan: ShardPlan, compute_s: float) -> dict[str, float]:
-        """Returns the forward and the backward part of a microbatch's computation."""
-        share = _FORWARD_SHARE
-        if _remat_of(plan, self._layer_names) == "full":
-            share = _FORWARD_SHARE_RECOMPUTED
-        forward_s = compute_s * share
-        return {"forward": forward_s, "backward": compute_s - forward_s}
 
 
 # ---- configurations
@@ -306,28 +324,14 @@ def _remat_setting(variant: Variant) -> str:
     return str(variant.units.get("remat", ""))
 
 
-def _sequence_axes(variant: Variant) -> _Degrees:
-    """Returns the axes that split each sequence, or the layers, over devices."""
-    return tuple((axis, variant.mesh.get(axis, 1)) for axis in (CONTEXT, TENSOR))
-
-
-def _left_out(plan: ShardPlan, memory: Memory) -> Iterator[str]:
-    """Yields the costs of a configuration that an estimate does not model."""
-    degrees = dict(plan.mesh)
-    if any(degrees.get(axis, 1) > 1 for axis in (EXPERT, CONTEXT, TENSOR)):
-        yield "collectives over expert, context and tensor"
-    if not all(unit.gathered for unit in plan.units):
-        yield "the communication of units that are never gathered"
-    if memory.host_bytes:
-        yield "copies to and from the host"
-
-
-def _remat_of(plan: ShardPlan, layers: frozenset[str]) -> str:
-    """Returns the remat policy of the layers, which is the same for all."""
-    for unit in plan.units:
-        if unit.name in layers:
-            return unit.remat
-    return "none"
+def _model_axes(variant: Variant) -> Degrees:
+    """Returns the degrees of the axes that split the work of a data shard, as far as they split it."""
+    degrees = []
+    for axis in MODEL_AXES:
+        degree = variant.mesh.get(axis, 1)
+        if degree > 1:
+            degrees.append((axis, degree))
+    return tuple(degrees)
 
 
 # ---- collectives
@@ -350,7 +354,7 @@ def _collectives(plan: ShardPlan, assumptions: Assumptions) -> Iterator[Collecti
 
 @dataclasses.dataclass(frozen=True)
 class _LayerTransfer:
-    """A collective of one layer."""
+    """The collectives of one kind of one layer, one after another."""
 
     phase: str  # `forward` or `backward`
     kind: str
@@ -362,13 +366,32 @@ def _layer_transfers(
 ) -> Iterator[_LayerTransfer]:
     """Yields the collectives of one layer of a unit."""
     degrees = dict(plan.mesh)
+    num_gathers = _num_gathers(plan, unit)
     for traffic in unit_traffic(plan, unit.name):
         if traffic.group_size == 1:  # nothing is sent
             continue
         phase = "forward" if traffic.purpose.startswith(FORWARD) else "backward"
         group = group_along(degrees, traffic.axes)[:: traffic.apart][: traffic.group_size]
-        seconds = assumptions.transfer_s(traffic.kind, traffic.full_bytes / layers, group)
+        count = num_gathers if traffic.kind == "all-gather" else 1
+        seconds = count * assumptions.transfer_s(traffic.kind, traffic.full_bytes / layers / count, group)
         yield _LayerTransfer(phase, traffic.kind, seconds)
+
+
+def _num_gathers(plan: ShardPlan, unit: UnitPlan) -> int:
+    """Returns in how many collectives the compiler gathers one layer of a unit: it joins small ones of equal dims."""
+    joined: list[tuple[int | None, int]] = []  # the dim, and the bytes
+    for leaf in plan.unit_leaves(unit.name):
+        placement = leaf.placement
+        if not placement.gathered or placement.dim is None:
+            continue
+        num_bytes = placement.gathered_bytes // placement.layers
+        for place, (dim, others_bytes) in enumerate(joined):
+            if dim == placement.dim and others_bytes + num_bytes <= _JOINED_BYTES:
+                joined[place] = (dim, others_bytes + num_bytes)
+                break
+        else:
+            joined.append((placement.dim, num_bytes))
+    return max(len(joined), 1)
 
 
 def _between_places(plan: ShardPlan, stages: Stages, assumptions: Assumptions) -> Iterator[Collectives]:
@@ -384,23 +407,45 @@ def _between_places(plan: ShardPlan, stages: Stages, assumptions: Assumptions) -
         yield Collectives(loop.phase, 1, enter_s + leave_s, is_alone=True)
 
 
-def _exposed_s(collectives: Sequence[Collectives], phases_s: Mapping[str, float]) -> tuple[float, float]:
-    """Returns the total and the exposed time of collectives.
+def _phases_s(microbatch_s: float, times: KernelTimes) -> dict[str, float]:
+    """Returns the forward and the backward part of a microbatch's computation."""
+    backward_s = microbatch_s * times.backward_s / max(times.total_s, sys.float_info.min)
+    return {"forward": microbatch_s - backward_s, "backward": backward_s}
+
+
+@dataclasses.dataclass(frozen=True)
+class _HiddenParts:
+    """How collectives and computation of a microbatch run beside each other, in seconds."""
+
+    communication_s: float  # all collectives, one after another
+    exposed_s: float  # what the computation waits for
+    slowdown_s: float  # what the computation takes longer beside collectives
+
+
+def _overlap(collectives: Sequence[Collectives], phases_s: Mapping[str, float], contention: float) -> _HiddenParts:
+    """Returns how collectives overlap with the computation, if as much as possible is hidden.
 
     Args:
         collectives: of a microbatch.
         phases_s: the computation of its phases, behind which they may be hidden.
+        contention: by how much computation is slower beside a collective.
     """
-    total_s = 0.0
+    communication_s = 0.0
     exposed_s = 0.0
-    left_s = dict(phases_s)  # computation that hides nothing yet; negative if there is more to hide
+    hidden_s = dict.fromkeys(phases_s, 0.0)  # what can be hidden in a phase
     for equal in collectives:
-        total_s += equal.count * equal.each_s
+        communication_s += equal.count * equal.each_s
         if equal.is_alone:
             exposed_s += equal.each_s * equal.count
         else:
             # The first gather and the last reduction of a row of layers have nothing to overlap with.
             exposed_s += equal.each_s
-            left_s[equal.phase] -= (equal.count - 1) * equal.each_s
-    exposed_s += sum(-seconds for seconds in left_s.values() if seconds < 0)
-    return total_s, min(exposed_s, total_s)
+            hidden_s[equal.phase] += (equal.count - 1) * equal.each_s
+    slowdown_s = 0.0
+    for phase, alone_s in phases_s.items():
+        # Beside collectives all the time, a phase takes so long.
+        slowed_s = alone_s * (1 + contention)
+        beside_s = min(hidden_s[phase], slowed_s)
+        slowdown_s += beside_s * contention / (1 + contention)
+        exposed_s += hidden_s[phase] - beside_s
+    return _HiddenParts(communication_s, min(exposed_s, communication_s), slowdown_s)

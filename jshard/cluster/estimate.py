@@ -100,6 +100,20 @@ def _hidden_share(times: Sequence[_CollectiveTime]) -> float:
 _DELAYS = ("contention", "straggling", "latency_s", "launch_s", "fast_hop_s", "slow_hop_s")
 
 
+def best_and_worst(ranges: Mapping[str, tuple[float, float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the ends of ranges of assumptions with which a step is fastest, and those with which it is slowest."""
+    best: dict[str, float] = {}
+    worst: dict[str, float] = {}
+    for name, ends in ranges.items():
+        if name in _DELAYS:
+            best[name] = min(ends)
+            worst[name] = max(ends)
+        else:
+            best[name] = max(ends)
+            worst[name] = min(ends)
+    return best, worst
+
+
 def estimate_range(
     schedule: Schedule, assumptions: Assumptions, ranges: Mapping[str, tuple[float, float]]
 ) -> EstimateRange:
@@ -110,15 +124,7 @@ def estimate_range(
         assumptions: the stated ones.
         ranges: lowest and highest value of assumptions, by name.
     """
-    best: dict[str, float] = {}
-    worst: dict[str, float] = {}
-    for name, ends in ranges.items():
-        if name in _DELAYS:
-            best[name] = min(ends)
-            worst[name] = max(ends)
-        else:
-            best[name] = max(ends)
-            worst[name] = min(ends)
+    best, worst = best_and_worst(ranges)
     return EstimateRange(
         stated=estimate(schedule, assumptions),
         fastest=estimate(schedule, dataclasses.replace(assumptions, **best)),

@@ -63,6 +63,7 @@ def _assumptions(device: DeviceFacts, fast_group: int) -> Assumptions:
         fast_bytes_per_s=device.fast.bytes_per_s,
         fast_group=fast_group,
         slow_bytes_per_s=device.slow.bytes_per_s,
+        fast_links=device.torus_links,
         matmul_efficiency=device.matmul.stated / 100,
         attention_efficiency=device.attention.stated / 100,
         host_bytes_per_s=None if device.host is None else device.host.bytes_per_s,
@@ -93,6 +94,7 @@ class Machine:
     capacity_bytes: int | None  # memory of one device; None if unknown
     near: int  # neighbouring devices joined by the fast links
     assumptions: Assumptions
+    device: DeviceFacts | None = None  # the record of one device; None if unknown
 
 
 def machine_here(mesh: Mesh) -> Machine:
@@ -104,7 +106,7 @@ def machine_here(mesh: Mesh) -> Machine:
     if first.platform == "cpu":
         return Machine(num_devices, capacity_bytes, near, _CPU)
     facts = device_of(first.device_kind) or DEVICES["h100"]
-    return Machine(num_devices, capacity_bytes or facts.hbm_bytes, near, _assumptions(facts, near))
+    return Machine(num_devices, capacity_bytes or facts.hbm_bytes, near, _assumptions(facts, near), facts)
 
 
 def _device_bytes(mesh: Mesh) -> int | None:
@@ -154,11 +156,12 @@ class PlannedCluster:
     def machine(self) -> Machine:
         """Returns the cluster for a search."""
         topology = self.topology
-        return Machine(topology.num_devices, topology.device.hbm_bytes, topology.fast_group, self.assumptions)
+        device = topology.device
+        return Machine(topology.num_devices, device.hbm_bytes, topology.fast_group, self.assumptions, device)
 
     @property
     def has_bounds_only(self) -> bool:
-        """Returns whether nothing is known of the time of matrix products but its bounds."""
+        """Returns whether nothing is known of what matrix products sustain but bounds."""
         return isinstance(self.topology.device.matmul, Bounds) and "matmul_efficiency" not in self.known
 
     @property
@@ -192,18 +195,23 @@ class PlannedCluster:
 
 # ---- known values
 
-_COUNTS = ("fast_group", "multiprocessors")
+_COUNTS = ("fast_group", "fast_links", "multiprocessors")
 _MAY_BE_ZERO = ("contention", "straggling")
 
 
-def parse_known(texts: Sequence[str]) -> dict[str, Known]:
+def parse_known(texts: Sequence[str], *, others: Sequence[str] = ()) -> dict[str, Known]:
     """Parses known values of a cluster, such as `slow_bytes_per_s=25e9` or `slow_bytes_per_s=10e9..14e9`.
+
+    Args:
+        texts: the values.
+        others: the names of further assumptions, each a positive number, beside those of `Assumptions`.
 
     Raises:
         ShardingError: it is not an assumption, cannot have the value, or is given twice.
     """
     types = typing.get_type_hints(Assumptions)
     names = [name for name, kind in types.items() if kind in (float, int, float | None)]
+    names += others
     known: dict[str, Known] = {}
     for text in texts:
         name, _, value_text = text.partition("=")
@@ -216,7 +224,7 @@ def parse_known(texts: Sequence[str]) -> dict[str, Known]:
                 "An assumption is given twice." if name in known else "The assumption about the cluster is unknown.",
                 where=f"--assume {text}",
                 why=f"the assumptions are {', '.join(names)}, each a positive number, or a range such as 10e9..14e9,"
-                " given once; efficiencies are at most 1, and fast_group and multiprocessors are integers.",
+                " given once; efficiencies are at most 1, and fast_group, fast_links and multiprocessors are integers.",
                 do="--assume slow_bytes_per_s=25e9",
             )
         known[name] = value

@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Sharding
+import numpy as np
+from jax.sharding import Mesh, Sharding
 
 from jshard import _compat
 from jshard.errors import ShardingError
+from jshard.facts.device_facts import DeviceFacts
 from jshard.facts.devices import DEVICES, device_of
 from jshard.facts.gpu_target import AmdTarget, NvidiaTarget
+from jshard.plans.mesh import Device, num_hosts
 
 GPU = "gpu"
 TPU = "tpu"
@@ -34,7 +37,9 @@ Entry = Mapping[str, Value]
 
 # ---- what was shown to help
 
-# The number of a unit's matrices, whose gathers start together, plus one reduce-scatter: seven and one in Llama.
+# The number of a unit's matrices, whose gathers start together, plus one reduce-scatter: seven and one in Llama. Within
+# a host they run one after another, which is XLA's own limit: it assumes that collectives in flight do not slow each
+# other down, and waits for all of them too early. docs/schedules.md has what that cost.
 IN_FLIGHT = 8
 _LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": IN_FLIGHT}
 _DOUBLE_BUFFER: Entry = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
@@ -60,23 +65,17 @@ _NOT_MISSED = frozenset(_NCCL_ALONE)  # if the name is unknown, there are no suc
 # collectives start as early as possible.
 _ESTIMATOR: Entry = {"xla_gpu_enable_analytical_latency_estimator": True}
 _EARLY: Entry = {"xla_gpu_experimental_collective_start_as_early_as_possible": True}
-_AMPERE: tuple[Entry, ...] = (
-    {"xla_gpu_enable_latency_hiding_scheduler": True},
-    _ESTIMATOR if _compat.ESTIMATES_AMPERE else _EARLY,
-)
+_SCHEDULER: Entry = {"xla_gpu_enable_latency_hiding_scheduler": True}
+_AMPERE: tuple[Entry, ...] = (_SCHEDULER, _ESTIMATOR if _compat.ESTIMATES_AMPERE else _EARLY)
 _HOPPER = 9  # its compute capability
-# For AMD GPUs, too. XLA has no model of MI250X either. It has one of MI300X, but starts collectives late by it: of the
+# XLA has no model of MI250X either. Since jaxlib 0.12 it has one of MI300X, but starts collectives late by it: of the
 # communication on 64 of them, "fastest" without these hides 73 % for gpt2_xl and 36 % for mixtral_8x7b, with them 82 %
-# and 97 %, by the stated estimates. The price is memory: 2 % and 13 % more at the peak.
+# and 97 %, by the stated estimates. The price is memory: 2 % and 13 % more at the peak. With the estimator for Ampere,
+# XLA of jaxlib 0.10 starts all of them late: it hides 10 % for gpt2_xl, and so 82 %.
+_AMD: tuple[Entry, ...] = (_SCHEDULER, _EARLY)
 
-_TPU_GATHERS: tuple[Entry, ...] = (
-    {"xla_tpu_enable_async_collective_fusion": True},
-    {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": True},
-    {"xla_tpu_enable_async_collective_fusion_multiple_steps": True},
-    {"xla_tpu_overlap_compute_collective_tc": True},
-    {"xla_enable_async_all_gather": True},
-    {"xla_tpu_megacore_fusion_allow_ags": False},
-)
+# Collectives on the SparseCores of a TPU, beside the products on its TensorCores. A v5e has none. Its gathers are fused
+# with products by default, which libtpu 0.0.50 and later refuse on any other TPU: results could be wrong.
 _TPU_SPARSE_CORES: tuple[Entry, ...] = (
     {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False},
     {"xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False},
@@ -89,10 +88,32 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = (
     {"xla_tpu_enable_all_reduce_offload_tracing": True},
     {"xla_tpu_use_tc_device_shape_on_sc": True},
 )
+# Without these, a gather or a reduce-scatter over more than one dimension of the torus is an all-reduce, which sends
+# twice the bytes. Of several in a loop, XLA then runs some on the TensorCores, where they block.
+_TPU_PREFERS_GATHERS: Entry = {"xla_tpu_prefer_async_allgather_to_allreduce": True}
+_TPU_MANY_DIMS: tuple[Entry, ...] = (
+    _TPU_PREFERS_GATHERS,
+    {"xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True},
+    {"xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True},
+    {"xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True},
+)
+# Without these, a reduce-scatter of rows whose width is no multiple of the tile is an all-reduce and a permute, which
+# send twice the bytes. Over several dimensions it is an all-reduce with them, too, but on the SparseCores.
+_TPU_REDUCE_SCATTERS: tuple[Entry, ...] = (
+    {"xla_tpu_use_minor_sharding_for_major_trivial_input": True},
+    {"xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1},
+)
 
 # By profile, and by platform or device. No entry: no option was shown to help.
 PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
-    "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
+    "fastest": {
+        GPU: (_LIMIT, _DOUBLE_BUFFER),
+        "v4": (_TPU_PREFERS_GATHERS, {"xla_enable_async_all_gather": True}),
+        "v5e": _TPU_REDUCE_SCATTERS,
+        "v5p": (*_TPU_SPARSE_CORES, *_TPU_MANY_DIMS, *_TPU_REDUCE_SCATTERS),
+        "v6e": (*_TPU_SPARSE_CORES, *_TPU_MANY_DIMS, *_TPU_REDUCE_SCATTERS),
+        "tpu7x": (_TPU_PREFERS_GATHERS, *_TPU_REDUCE_SCATTERS),  # the other options of a v5p are its defaults
+    },
     "memory": {GPU: (_LIMIT, *_PIPELINED)},
 }
 
@@ -102,20 +123,26 @@ class OptionError(ShardingError):
 
 
 def compiler_options(
-    profile: Literal["fastest", "memory"] | None = "fastest", *, platform: str | None = None, **overrides: Value | None
+    profile: Literal["fastest", "memory"] | None = "fastest",
+    *,
+    platform: str | None = None,
+    mesh: Mesh | None = None,
+    **overrides: Value | None,
 ) -> Options:
     """Returns compiler options for one program, as far as the installed version knows them.
 
-    A profile contains only options that were shown to help: on a GPU "fastest" lets eight collectives overlap and
-    double-buffers loops; "memory" overlaps without the second buffer, and pipelines the collectives of loops instead.
-    On a TPU "fastest" has options for v5p and v6e. On an A100 both enable the latency-hiding scheduler, which XLA
-    enables by itself only for Hopper and Blackwell. Elsewhere a profile is empty. Options that the installed version
-    does not know are left out, with one warning for all of them.
+    A profile contains only options that were shown to help: on a GPU "fastest" double-buffers loops, and between hosts
+    lets eight collectives overlap; "memory" overlaps without the second buffer, and pipelines the collectives of loops
+    instead. On a TPU "fastest" has options for each generation. On an A100 and on AMD GPUs both enable the
+    latency-hiding scheduler, which XLA enables by itself only for the GPUs that it has a model of. Elsewhere a profile
+    is empty. Options that the installed version does not know are left out, with one warning for all of them; a profile
+    that the compiler refuses as a whole is left out with a warning, too.
 
     Args:
         profile: "fastest", "memory", or None for the overrides alone.
-        platform: "gpu", "tpu" or "cpu", or a device as in a topology ("h100", "v6e"); that of `jax.devices()` by
-            default.
+        platform: "gpu", "tpu" or "cpu", or a device as in a topology ("h100", "v6e"); that of the mesh by default.
+        mesh: the devices of the program. By default those of `jax.devices()`; with a platform, devices of several
+            hosts.
         **overrides: options by their XLA names, replacing the profile's or added to them; None removes one.
 
     Returns:
@@ -124,11 +151,18 @@ def compiler_options(
     Raises:
         OptionError: the profile or platform is unknown, or an option has an invalid value.
 
-    Example:
+    Examples:
         >>> options = js.compiler_options("fastest", platform="gpu")
         >>> step = jax.jit(lambda x: x + 1, compiler_options=options)
     """
-    return options_for(profile, platform=_platform_of(platform), overrides=overrides)
+    if mesh is None and platform is None:
+        mesh = Mesh(np.array(jax.devices()), ("device",))
+    if platform is None:
+        assert mesh is not None
+        platform = _platform_of_device(mesh.devices.flat[0])
+    in_one_host = mesh is not None and num_hosts(mesh) == 1
+    platform = _PLATFORMS.get(platform, platform)
+    return options_for(profile, platform=platform, overrides=overrides, in_one_host=in_one_host)
 
 
 def options_for(
@@ -136,6 +170,7 @@ def options_for(
     *,
     platform: str,
     overrides: Mapping[str, Value | None],
+    in_one_host: bool = False,
     try_compile: Callable[[Options], object] | None = None,
 ) -> Options:
     """Returns the options for a known platform or device, like `compiler_options`.
@@ -144,6 +179,7 @@ def options_for(
         profile: as in `compiler_options`.
         platform: "gpu", "tpu" or "cpu", or a device.
         overrides: as in `compiler_options`.
+        in_one_host: whether all devices are in one host.
         try_compile: compiles something with some options, to learn which of them the compiler knows; the present one
             by default.
 
@@ -151,9 +187,19 @@ def options_for(
         OptionError: the profile or platform is unknown, or an option has an invalid value.
     """
     _check(profile, platform)
-    entries = [entry for entry in _entries(profile, platform) if overrides.keys().isdisjoint(entry)]
-    entries += [{name: value} for name, value in overrides.items() if value is not None]
-    return _known_options(entries, _refused_names(platform, entries, try_compile))
+    entries = []
+    for entry in _entries(profile, platform, in_one_host=in_one_host):
+        if overrides.keys().isdisjoint(entry):
+            entries.append(entry)
+    requested = [{name: value} for name, value in overrides.items() if value is not None]
+    try:
+        refused = _refused_names(platform, [*entries, *requested], try_compile)
+    except _RefusedTogether as error:
+        if not entries:
+            raise _error_of_combination(error, overrides) from error
+        _warn_of_refused_profile(profile, platform, error)
+        return options_for(None, platform=platform, overrides=overrides, try_compile=try_compile)
+    return _known_options([*entries, *requested], refused)
 
 
 def _family(platform: str) -> str:
@@ -161,23 +207,36 @@ def _family(platform: str) -> str:
     return DEVICES[platform].platform if platform in DEVICES else platform
 
 
-def _entries(profile: str | None, platform: str) -> tuple[Entry, ...]:
+def _entries(profile: str | None, platform: str, *, in_one_host: bool) -> tuple[Entry, ...]:
     """Returns the entries of a profile for a platform or a device."""
     if profile is None:
         return ()
     by_platform = PROFILES[profile]
     entries = by_platform.get(platform, by_platform.get(_family(platform), ()))
+    if not entries:
+        return ()
     device = DEVICES.get(platform)
-    if not entries or device is None or device.target is None:
+    is_amd = device is not None and isinstance(device.target, AmdTarget)
+    if in_one_host and profile == "fastest" and not is_amd:
+        entries = tuple(entry for entry in entries if entry is not _LIMIT)
+    if device is None:
         return entries
-    if isinstance(device.target, AmdTarget):
-        return (*entries, *_AMPERE)
-    assert isinstance(device.target, NvidiaTarget)
-    if device.target.major < _HOPPER:
-        return (*entries, *_AMPERE)
+    return (*entries, *_entries_of_generation(device))
+
+
+def _entries_of_generation(device: DeviceFacts) -> tuple[Entry, ...]:
+    """Returns the entries that every profile has in addition on a GPU of this generation."""
+    target = device.target
+    if target is None:
+        return ()
+    if isinstance(target, AmdTarget):
+        return _AMD
+    assert isinstance(target, NvidiaTarget)
+    if target.major < _HOPPER:
+        return _AMPERE
     if device.hosts_share_links:
-        return (*entries, _NCCL_ALONE)
-    return entries
+        return (_NCCL_ALONE,)
+    return ()
 
 
 def _known_options(entries: Sequence[Entry], refused: frozenset[str]) -> Options:
@@ -227,6 +286,37 @@ def compile_nothing(sharding: Sharding | None = None) -> Callable[[Options], obj
     return lambda options: lowered.compile(compiler_options=options)
 
 
+_REFUSED_TOGETHER = "FAILED_PRECONDITION"
+
+
+class _RefusedTogether(Exception):
+    """A compiler knows all options, but refuses to compile with them, even a program of one scalar."""
+
+    @property
+    def reason(self) -> str:
+        """The compiler's words, on one line."""
+        return " ".join(str(self).split())
+
+
+def _warn_of_refused_profile(profile: str | None, platform: str, error: _RefusedTogether) -> None:
+    warnings.warn(
+        f"The compiler refuses the options of the profile {profile!r} for {platform}, and runs without them."
+        f" It says: {error.reason}",
+        stacklevel=4,  # the caller of `compiler_options`
+    )
+
+
+def _error_of_combination(error: _RefusedTogether, overrides: Mapping[str, Value | None]) -> OptionError:
+    """Returns the error for options of the caller that the compiler refuses."""
+    arguments = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
+    return OptionError(
+        "The compiler refuses these options.",
+        where=f"js.compiler_options({arguments})",
+        why=f"the compiler says: {error.reason}",
+        do="js.compiler_options()  # the profile alone",
+    )
+
+
 def _refused(settings: Sequence[tuple[str, Value]], try_compile: Callable[[Options], object]) -> frozenset[str]:
     """Tries all options, and again without the one that the compiler rejects, until it rejects none."""
     remaining = dict(settings)
@@ -237,6 +327,8 @@ def _refused(settings: Sequence[tuple[str, Value]], try_compile: Callable[[Optio
             break
         except Exception as error:
             name = _rejected_name(str(error))
+            if name is None and _REFUSED_TOGETHER in str(error):
+                raise _RefusedTogether(str(error)) from error
             # A message about an option that was not tried is an error of its own.
             if name is None or name not in remaining:
                 raise _error_of_value(error, remaining) from error
@@ -271,14 +363,12 @@ def _error_of_value(error: Exception, options: Mapping[str, Value]) -> Exception
 # ---- platforms
 
 
-def _platform_of(name: str | None) -> str:
-    """Returns a platform or a device by its name; of the present one the device, if it is in the table."""
-    if name is not None:
-        return _PLATFORMS.get(name, name)
-    platform = _PLATFORMS.get(jax.default_backend(), CPU)
+def _platform_of_device(device: Device) -> str:
+    """Returns the name of a device in the table; of another one its platform."""
+    platform = _PLATFORMS.get(device.platform, CPU)
     if platform == CPU:
         return platform
-    facts = device_of(jax.devices()[0].device_kind)
+    facts = device_of(device.device_kind)
     return platform if facts is None else facts.name
 
 

@@ -24,7 +24,7 @@ _SAME = 1e-9  # of a round's time: rounds that start this similarly are equal
 class Span:
     """A time span of one operation."""
 
-    lane: str  # `matmul` or `other` of the computing stream; `exposed` if it waits; `communication`
+    kind: str  # one of `WORKS` of the computing stream; `exposed` if it waits; `communication`
     begin_s: float  # since the start of the replay
     end_s: float
     name: str  # of the instruction
@@ -84,7 +84,7 @@ class Replay:
     def __init__(self, schedule: Schedule, assumptions: Assumptions) -> None:
         self._assumptions = assumptions
         self._windows = schedule.windows
-        self._transfers_s = [assumptions.transfer_s(w.kind, w.full_bytes, w.group) for w in schedule.windows]
+        self._transfers_s = [assumptions.transfer_s(w.kind, w.full_bytes, w.group, w.links) for w in schedule.windows]
         self._links_free_s = 0.0  # when the links have sent all that is queued
         self._in_flight: dict[str, _InFlight] = {}  # by token
         self._segment = Segment(0.0, 0.0)  # the current segment
@@ -155,9 +155,7 @@ class Replay:
         """Returns the entry of `WORKS` that an operation belongs to."""
         if not step.work.products:
             return self._work_without_products
-        if any(product.is_attention for product in step.work.products):
-            return "attention"
-        return "products"
+        return step.work.kind
 
     def _compute(self, work: str, name: str, alone_s: float) -> None:
         """Runs an operation that takes `alone_s` without a collective beside it."""
@@ -167,8 +165,7 @@ class Replay:
         beside_s = min(communicating_s, slowed_s)
         # While `beside_s` passes it does what takes `beside_s / (1 + contention)` alone; the rest runs at full speed.
         seconds = alone_s + beside_s * contention / (1 + contention)
-        lane = "other" if work == self._work_without_products else "matmul"
-        self.spans.append(Span(lane, self.clock_s, self.clock_s + seconds, name))
+        self.spans.append(Span(work, self.clock_s, self.clock_s + seconds, name))
         self.clock_s += seconds
         self._totals.split_s[work] += seconds
 

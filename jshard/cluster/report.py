@@ -1,93 +1,32 @@
-"""The report of `jshard plan --topology` for one configuration, and the timeline of its step."""
+"""The report of `jshard plan --topology` for one configuration."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jshard._text import duration, human_bytes, three_digits
 from jshard._types import Json
-from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import CompiledStep
 from jshard.cluster.estimate import Estimate, EstimateRange
 from jshard.cluster.machine import PlannedCluster
-from jshard.cluster.replay import WORKS, Replay, Segment, Span
+from jshard.cluster.replay import WORKS
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.communication import traffic_of
-from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
-from jshard.inspect.timelines import Bar, chrome_trace, html_page, phase_bars
 
-# ---- the timeline
-
-_BACKWARD_TIP = ", backward"
-
-
-def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
-    """Returns the computing and the communicating stream of one step, as bars to draw.
-
-    A loop is drawn as one steady round, labelled with the number of rounds. Lengths are to scale within and between
-    parts, but the picture is shorter than the step.
-    """
-    replay = Replay(schedule, assumptions)
-    bars = []
-    begin_s = 0.0  # of the segment, in the picture
-    for segment in replay.segments:
-        bars += _segment_bars(segment, replay.spans, schedule.windows, begin_s)
-        begin_s += segment.end_s - segment.begin_s
-    # Forward ends where the first collective of backward begins.
-    backward_begins_s = [bar.begin_s for bar in bars if bar.tip.endswith(_BACKWARD_TIP)]
-    turn_s = min(backward_begins_s, default=0.0)
-    return [*phase_bars(turn_s, begin_s), *bars]
-
-
-def _segment_bars(segment: Segment, spans: Sequence[Span], windows: Sequence[Window], begin_s: float) -> list[Bar]:
-    """Returns the bars of a segment that begins at a time in the picture."""
-    bars = []
-    if segment.rounds > 1:
-        end_s = begin_s + segment.end_s - segment.begin_s
-        label = f"x {segment.rounds}"
-        tip = f"{segment.loop}: {label} {duration(end_s - begin_s)}"
-        bars.append(Bar("loops", begin_s, end_s, "loop", label, tip))
-    shift_s = begin_s - segment.begin_s
-    for span in spans:
-        # Cut to the segment: a collective may be in flight at both of its ends.
-        first_s = max(span.begin_s, segment.begin_s)
-        last_s = min(span.end_s, segment.end_s)
-        if last_s > first_s:
-            bars.append(_bar(span, windows, first_s + shift_s, last_s + shift_s))
-    return bars
-
-
-def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) -> Bar:
-    """Returns the bar of an operation; its tip has the whole time, also if the bar is a part of it."""
-    took = duration(span.end_s - span.begin_s)
-    if span.window is None:
-        return Bar("computation", begin_s, end_s, span.lane, "", f"{span.name}: {took}")
-    window = windows[span.window]
-    unit = window.unit or ""
-    size = f"{window.full_bytes / 2**20:.1f} MiB over {len(window.group)}"
-    tip = f"{window.kind} {unit} ({size}): {took}"
-    if window.phase == "backward":
-        tip += _BACKWARD_TIP
-    if span.lane == "exposed":
-        return Bar("computation", begin_s, end_s, "exposed", "", f"waits for {tip}")
-    return Bar("communication", begin_s, end_s, window.kind, unit, tip)
-
-
-# ---- one step
-
-_ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
-_NO_SOURCE = "; no source for the speed of its matrix products: bounds only"
+NOT_MEASURED = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
+_NO_SOURCE = "; no source for what its matrix products sustain: bounds only"
 _PREALLOCATED = 0.75  # share of a GPU's memory that JAX allocates at startup by default
 # Above the one share of the memory and below the other of the communication, a line says that both are related.
 _CLOSE_TO_LIMIT = 0.85
 _LITTLE_HIDDEN = 0.5
+_LEAST_IN_GIB = 2**30 / 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +50,73 @@ _RANGE_TEXTS = {
     "contention": _RangeText("computation {} longer beside a collective", is_percent=True),
     "straggling": _RangeText("{} longer on the slowest device", is_percent=True),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimatedFigure:
+    """A figure of a plan that is estimated, as text.
+
+    Attributes:
+        name: what it is of.
+        value_of: its value in one of the estimates of a plan.
+        text: writes a value.
+    """
+
+    name: str
+    value_of: Callable[[ClusterPlan, Estimate], float]
+    text: Callable[[float], str]
+
+    def bounds(self, plan: ClusterPlan) -> tuple[str, str]:
+        """Returns the lowest and the highest value."""
+        # Sorted for each figure: the slowest case has the highest time and the lowest MFU.
+        values = sorted(self.value_of(plan, case) for case in plan.estimates.cases)
+        return self.text(values[0]), self.text(values[-1])
+
+    def stated(self, plan: ClusterPlan) -> str:
+        """Returns the value under the stated assumptions."""
+        return self.text(self.value_of(plan, plan.estimates.stated))
+
+    def in_short(self, plan: ClusterPlan) -> str:
+        """Returns the stated value with its range; the range alone if there are bounds only."""
+        lowest, highest = self.bounds(plan)
+        between = f"{lowest} to {highest}"
+        if plan.cluster.has_bounds_only:
+            return between
+        return f"{self.stated(plan)} ({between})"
+
+
+def varied_assumptions(cluster: PlannedCluster) -> str:
+    """Returns the assumptions that vary, with their ranges; "" if all are known."""
+    varied = []
+    for name, (low, high) in cluster.ranges.items():
+        if name in _RANGE_TEXTS:
+            varied.append(_RANGE_TEXTS[name].written(low, high))
+        else:
+            varied.append(f"{name} {low:g} to {high:g}")
+    return ", ".join(varied)
+
+
+def percent(share: float) -> str:
+    """Returns a share as text, with one digit after the point."""
+    return f"{share:.1%}"
+
+
+_STEP = EstimatedFigure("step", lambda plan, case: case.step_s, duration)
+_MFU = EstimatedFigure("MFU, of dense bf16", lambda plan, case: plan.mfu(case), percent)
+_HIDDEN = EstimatedFigure("communication hidden", lambda plan, case: case.hidden, percent)
+_EXPOSED = EstimatedFigure("communication exposed", lambda plan, case: case.exposed_s, duration)
+ANSWERS = (_STEP, _MFU, _HIDDEN, _EXPOSED)
+"""The figures that a plan is asked for, beside whether it fits."""
+
+_HIDDEN_IN_LOOPS = EstimatedFigure("communication in loops hidden", lambda plan, case: case.hidden_in_loops, percent)
+_RATE = EstimatedFigure(
+    "TFLOP/s per device (the model's)", lambda plan, case: plan.flops_per_s(case) / 1e12, three_digits
+)
+_HFU = EstimatedFigure("HFU, with recomputation", lambda plan, case: plan.hfu(case), percent)
+
+
+def _time_of(work: str) -> EstimatedFigure:
+    return EstimatedFigure(f"  {work}", lambda plan, case: case.split_s[work], duration)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -137,6 +143,11 @@ class ClusterPlan(Printed):
         return self.cluster.topology
 
     @property
+    def axes(self) -> str:
+        """Returns the mesh, as text."""
+        return ", ".join(f"{axis}={degree}" for axis, degree in self.step.plan.mesh)
+
+    @property
     def fits(self) -> bool:
         """Returns whether the compiled peak fits into a device's memory."""
         return self.step.memory.peak_bytes <= self.topology.device.hbm_bytes
@@ -144,9 +155,12 @@ class ClusterPlan(Printed):
     @property
     def verdict(self) -> str:
         """Returns the peak compared with a device's memory, as text."""
-        peak_gib = self.step.memory.peak_bytes / 2**30
+        peak_bytes = self.step.memory.peak_bytes
         capacity_gib = self.topology.device.hbm_bytes / 2**30
-        return f"{'fits' if self.fits else 'does not fit'}: {peak_gib:.1f} GiB of {capacity_gib:.1f}"
+        answer = "fits" if self.fits else "does not fit"
+        if peak_bytes < _LEAST_IN_GIB:  # it would be 0.0 GiB
+            return f"{answer}: {human_bytes(peak_bytes)} of {capacity_gib:.1f} GiB"
+        return f"{answer}: {peak_bytes / 2**30:.1f} GiB of {capacity_gib:.1f}"
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -162,32 +176,52 @@ class ClusterPlan(Printed):
 
     def mfu(self, estimate: Estimate) -> float:
         """Returns the MFU: the model's arithmetic as a share of the peak, for the time of an estimate."""
-        return self._flops_per_s(estimate) / self.topology.device.flops_per_s["bf16"]
+        return self.flops_per_s(estimate) / self.topology.device.flops_per_s["bf16"]
 
     def hfu(self, estimate: Estimate) -> float:
         """Returns the HFU: the same for the arithmetic of the compiled step, including recomputation."""
         return estimate.flops / estimate.step_s / self.topology.device.flops_per_s["bf16"]
 
-    def _flops_per_s(self, estimate: Estimate) -> float:
+    def flops_per_s(self, estimate: Estimate) -> float:
         """Returns the model's arithmetic per device and second."""
         return self.step.flops / estimate.step_s / self.topology.num_devices
 
     # ---- as text
 
     def __rich__(self) -> Group:
-        parts: list[RenderableType] = [Text(self._headline())]
-        parts += [Text(), Text(self._compiled_title(), style="bold"), self.audit]
-        parts += [Text(), Text(self.verdict, style="bold" if self.fits else "bold red")]
-        parts += [Text(note) for note in self._memory_notes()]
-        title = _ESTIMATE + _NO_SOURCE if self.cluster.has_bounds_only else _ESTIMATE
-        parts += [Text(), Text(title, style="bold"), self._estimate_table(), Text(self._assumed())]
-        parts += [Text(line) for line in (*self.left_out, *self.notes)]
-        return Group(*parts)
+        # The answer first: the tables after it fill several screens.
+        return Group(*self._answer(), Text(), *self._compiled(), Text(), *self._estimated())
+
+    def _answer(self) -> list[RenderableType]:
+        verdict_style = "bold" if self.fits else "bold red"
+        parts: list[RenderableType] = [Text(self._headline()), Text(self.verdict, style=verdict_style)]
+        parts += map(Text, self._estimates_in_short())
+        parts += map(Text, self._memory_notes())
+        return parts
+
+    def _compiled(self) -> list[RenderableType]:
+        title = Text(self._compiled_title(), style="bold")
+        return [title, Text(self._compiler_options()), self.audit]
+
+    def _estimated(self) -> list[RenderableType]:
+        title = NOT_MEASURED
+        if self.cluster.has_bounds_only:
+            title += _NO_SOURCE
+        parts: list[RenderableType] = [Text(title, style="bold"), self._estimate_table(), Text(self._assumed())]
+        parts += map(Text, self.left_out)
+        parts += map(Text, self.notes)
+        return parts
 
     def _headline(self) -> str:
-        axes = ", ".join(f"{axis}={degree}" for axis, degree in self.step.plan.mesh)
-        options = ", ".join(f"{name}={value}" for name, value in self.step.options.items())
-        return f"{self.name} on {self.topology.describe()} ({axes})\noptions of the compiler: {options or 'none'}"
+        return f"{self.name} on {self.topology.describe()} ({self.axes})"
+
+    def _estimates_in_short(self) -> tuple[str, str, str]:
+        """Returns the figures that a plan is asked for, of all that are in the table of the estimate."""
+        return (
+            f"step: {_STEP.in_short(self)}, estimated",
+            f"MFU: {_MFU.in_short(self)}, estimated",
+            f"communication hidden: {_HIDDEN.in_short(self)}, estimated",
+        )
 
     def _compiled_title(self) -> str:
         step = self.step
@@ -195,6 +229,10 @@ class ClusterPlan(Printed):
             f"Compiled: facts, nothing was run (jax {step.versions.get('jax')}; traced in {step.trace_s:.0f} s, "
             f"compiled in {step.compile_s:.0f} s, {step.rss_bytes / 2**30:.1f} GiB)"
         )
+
+    def _compiler_options(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.step.options.items())
+        return f"options of the compiler: {options or 'none'}"
 
     def _memory_notes(self) -> list[str]:
         """Returns lines on the memory that a run needs beside the program's."""
@@ -216,42 +254,32 @@ class ClusterPlan(Printed):
         return lines
 
     def _estimate_table(self) -> FittedTable:
-        """Returns the estimated quantities: lowest, highest, and as stated if there are sources for it."""
-        stated_columns = () if self.cluster.has_bounds_only else ("stated>",)
+        """Returns the estimated figures: lowest, highest, and as stated if there are sources for it."""
+        has_stated = not self.cluster.has_bounds_only
+        stated_columns = ("stated>",) if has_stated else ()
         table = made_table("", "", "from>", "to>", *stated_columns)
-
-        def add(name: str, value_of: Callable[[Estimate], float], text: Callable[[float], str]) -> None:
-            # Sorted for each row: the slowest case has the highest time and the lowest MFU.
-            values = sorted(value_of(case) for case in self.estimates.cases)
-            cells = [text(values[0]), text(values[-1])]
-            if stated_columns:
-                cells.append(text(value_of(self.estimates.stated)))
-            add_row(table, name, *cells)
-
-        add("step", lambda case: case.step_s, duration)
-        for work in WORKS:
-            add(f"  {work}", lambda case, work=work: case.split_s[work], duration)
-        add("  communication not hidden", lambda case: case.exposed_s, duration)
-        add("communication hidden", lambda case: case.hidden, percent)
-        if self.audit.schedule.in_loops:
-            add("communication in loops hidden", lambda case: case.hidden_in_loops, percent)
-        add("TFLOP/s per device (the model's)", lambda case: self._flops_per_s(case) / 1e12, three_digits)
-        add("MFU, of dense bf16", self.mfu, percent)
-        add("HFU, with recomputation", self.hfu, percent)
+        for figure in self._estimated_figures():
+            cells = list(figure.bounds(self))
+            if has_stated:
+                cells.append(figure.stated(self))
+            add_row(table, figure.name, *cells)
         return table
+
+    def _estimated_figures(self) -> list[EstimatedFigure]:
+        figures = [_STEP]
+        figures += [_time_of(work) for work in WORKS]
+        figures += [dataclasses.replace(_EXPOSED, name="  communication not hidden"), _HIDDEN]
+        if self.audit.schedule.in_loops:
+            figures.append(_HIDDEN_IN_LOOPS)
+        figures += [_RATE, _MFU, _HFU]
+        return figures
 
     def _assumed(self) -> str:
         """Returns the assumptions, those that vary, and the formula of the arithmetic."""
-        varied = []
-        for name, (low, high) in self.cluster.ranges.items():
-            if name in _RANGE_TEXTS:
-                varied.append(_RANGE_TEXTS[name].written(low, high))
-            else:
-                varied.append(f"{name} {low:g} to {high:g}")
         stated = "between" if self.cluster.has_bounds_only else "stated"
         lines = (
             f"{stated}: {self.cluster.assumptions}",
-            f"from, to: {', '.join(varied) or 'the same, as all assumptions are known'}",
+            f"from, to: {varied_assumptions(self.cluster) or 'the same, as all assumptions are known'}",
             f"flops of a step: {self.step.flops_formula}",
         )
         return "\n".join(lines)
@@ -305,38 +333,7 @@ class ClusterPlan(Printed):
         return estimate.to_dict() | {
             "mfu": self.mfu(estimate),
             "hfu": self.hfu(estimate),
-            "model_flops_per_s_per_device": self._flops_per_s(estimate),
+            "model_flops_per_s_per_device": self.flops_per_s(estimate),
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_device": tokens_per_s / self.topology.num_devices,
         }
-
-    def to_html(self, report: str, others: Sequence[ClusterPlan] = ()) -> str:
-        """Returns a self-contained page: a report and the timeline of the step, with those of others below."""
-        assumed = self.estimates.stated.assumptions
-        subtitle = f"The timeline is an estimate; nothing was run. A loop is drawn as one round. {assumed}"
-        return html_page(f"{self.name} on {self.topology.text}", subtitle, self._bars(others), report)
-
-    def to_chrome_trace(self, others: Sequence[ClusterPlan] = ()) -> str:
-        """Returns the same timelines, as JSON for https://ui.perfetto.dev."""
-        return chrome_trace(self._bars(others))
-
-    def _bars(self, others: Sequence[ClusterPlan]) -> list[Bar]:
-        if not others:
-            return self._timeline()
-        plans: dict[str, ClusterPlan] = {"as asked": self}
-        for other in others:
-            plans[other.name] = other
-        bars = []
-        for name, plan in plans.items():
-            for bar in plan._timeline():
-                # Each plan has lanes of its own.
-                bars.append(dataclasses.replace(bar, lane=f"{name}: {bar.lane}"))
-        return bars
-
-    def _timeline(self) -> list[Bar]:
-        return timeline(self.audit.schedule, self.estimates.stated.assumptions)
-
-
-def percent(share: float) -> str:
-    """Returns a share as text, with one digit after the point."""
-    return f"{share:.1%}"

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.costs import Cost, Costs
-from jshard.errors import AnnotationError, CallError
-from jshard.plans.mesh import FSDP, PIPE, REPLICA, data_shards
+from jshard.cluster.layouts import DATA_AND_STAGES, is_power_of_two, layouts, splits_layers_anew
+from jshard.errors import FourPartError
+from jshard.plans.mesh import CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR, data_shards
 from jshard.recipes.overrides import SettingError
+from jshard.recipes.recipe import RecipeError
 
 ROOM = 0.92
 """Share of a device's memory that a configuration may use, by the estimate."""
 
 _REMATS = ("none", "dots", "full")
 _MOST_SPLITS = 16  # divisors; of more only some are tried
+_IN_FLIGHT = (2, 4, 8)  # microbatches on stages, for each stage
+_REFINED = 6  # meshes that split the layers, and of which all configurations are estimated
+_REASONS = {  # by field of `StepWork`
+    "products_s": "computes more",
+    "small_products_s": "smaller products",
+    "traffic_s": "computes more",
+    "bubble_s": "bubble of stages",
+    "update_s": "larger update",
+    "slowdown_s": "slowed by collectives",
+}
 _EQUAL = 0.002  # relative difference below which times are equal
 
 
@@ -24,16 +38,24 @@ _EQUAL = 0.002  # relative difference below which times are equal
 class Search:
     """Every configuration considered."""
 
-    default: Cost  # the requested one
+    default: Cost | None  # the requested one; None if the batch does not divide over its mesh
     ranked: tuple[Cost, ...]  # those that fit by the estimate, fastest first; among equal times the smallest first
     too_large: tuple[Cost, ...]  # those that do not fit, smallest first
     refused: Mapping[str, str]  # meshes that the model cannot run on, with the reason
 
     @property
+    def considered(self) -> tuple[Cost, ...]:
+        """Returns all configurations, the requested one first."""
+        others = [cost for cost in (*self.ranked, *self.too_large) if cost is not self.default]
+        if self.default is None:
+            return tuple(others)
+        return (self.default, *others)
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """Returns the costs that some estimates do not model, one line each."""
         lines: dict[str, None] = {}  # a set that keeps the order
-        for cost in (self.default, *self.ranked, *self.too_large):
+        for cost in self.considered:
             for text in cost.left_out:
                 lines[f"not in the estimate: {text}"] = None
         return tuple(lines)
@@ -54,107 +76,186 @@ class Search:
         return tuple(finalists)
 
 
-def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
+def search(costs: Costs, mesh: Mapping[str, int], *, free: Collection[str] = DATA_AND_STAGES) -> Search:
     """Estimates every configuration.
+
+    Of meshes that split the layers over devices there are many. For each of them few configurations are estimated
+    first, and all of them for the best meshes only.
 
     Args:
         costs: estimates for the recipe on a machine.
         mesh: the requested mesh, with degrees of all devices.
+        free: the axes whose degrees are chosen; the others stay as requested.
     """
-    default = costs.of(Variant(name="as asked", mesh=mesh))
-    estimated = [default]
-    refused: dict[str, str] = {}
-    for variant in _configurations(costs, mesh):
-        # What refuses a mesh depends on no other setting: the annotation, or too few microbatches for its stages.
-        if variant.mesh_text in refused:
-            continue
-        try:
-            cost = costs.of(variant)
-        except SettingError:  # the recipe refuses this number of microbatches
-            continue
-        except (AnnotationError, CallError) as error:
-            refused[variant.mesh_text] = error.what
-            continue
-        # The requested one is in the list already, under its own name.
-        if not is_same(cost, default):
-            estimated.append(cost)
-
-    capacity_bytes = costs.machine.capacity_bytes
-    fitting = []
-    too_large = []
-    for cost in estimated:
-        if capacity_bytes is None or cost.memory.step_bytes <= ROOM * capacity_bytes:
-            fitting.append(cost)
+    default = None
+    with contextlib.suppress(RecipeError):  # the batch does not divide over it
+        default = costs.of(Variant(name="as asked", mesh=mesh))
+    candidates = _Candidates(costs, default)
+    layers_split = []
+    for layout in layouts(costs, mesh, free):
+        if splits_layers_anew(layout, mesh):
+            layers_split.append(layout)
         else:
-            too_large.append(cost)
-    return Search(
-        default=default,
-        ranked=tuple(_ranked(fitting)),
-        too_large=tuple(sorted(too_large, key=_step_bytes)),
-        refused=refused,
-    )
+            candidates.add(_configurations(costs, layout))
+    if not layers_split:
+        return candidates.result()
+
+    first = []
+    for layout in layers_split:
+        cost = candidates.fastest_fitting(_few_configurations(costs, layout))
+        if cost is not None:
+            first.append(cost)
+    first.sort(key=lambda cost: cost.step_s)
+    for cost in first[:_REFINED]:
+        candidates.add(_configurations(costs, cost.variant.mesh))
+    return candidates.result()
+
+
+class _Candidates:
+    """The configurations that are estimated in a search."""
+
+    def __init__(self, costs: Costs, default: Cost | None) -> None:
+        self._costs = costs
+        self._default = default
+        self._estimated: dict[Hashable, Cost] = {}
+        if default is not None:
+            self._estimated[_key(default.variant, costs)] = default
+        self._refused: dict[str, str] = {}  # by mesh
+
+    def add(self, variants: Iterable[Variant]) -> None:
+        """Estimates configurations."""
+        for variant in variants:
+            self._cost_of(variant)
+
+    def fastest_fitting(self, variants: Iterable[Variant]) -> Cost | None:
+        """Estimates configurations; returns the fastest of those that fit, or None."""
+        fitting = []
+        for variant in variants:
+            cost = self._cost_of(variant)
+            if cost is not None and self._fits(cost):
+                fitting.append(cost)
+        return min(fitting, key=lambda cost: cost.step_s, default=None)
+
+    def result(self) -> Search:
+        """Returns all that were estimated, ranked."""
+        fitting = []
+        too_large = []
+        for cost in self._estimated.values():
+            (fitting if self._fits(cost) else too_large).append(cost)
+        return Search(
+            default=self._default,
+            ranked=tuple(_ranked(fitting)),
+            too_large=tuple(sorted(too_large, key=_step_bytes)),
+            refused=self._refused,
+        )
+
+    def _cost_of(self, variant: Variant) -> Cost | None:
+        """Returns the estimate of a configuration; None if the model or the recipe refuses it."""
+        # What refuses a mesh depends on no other setting: the annotation, or too few microbatches for its stages.
+        if variant.mesh_text in self._refused:
+            return None
+        key = _key(variant, self._costs)
+        if key in self._estimated:
+            return self._estimated[key]
+        try:
+            cost = self._costs.of(variant)
+        except (SettingError, RecipeError):  # the recipe refuses this number of microbatches
+            return None
+        except FourPartError as error:
+            self._refused[variant.mesh_text] = error.what
+            return None
+        # The requested one is in the list already, under its own name.
+        if self._default is None or not is_same(cost, self._default):
+            self._estimated[key] = cost
+        return cost
+
+    def _fits(self, cost: Cost) -> bool:
+        capacity_bytes = self._costs.machine.capacity_bytes
+        return capacity_bytes is None or cost.memory.step_bytes <= ROOM * capacity_bytes
+
+
+def _key(variant: Variant, costs: Costs) -> Hashable:
+    """Returns what identifies a configuration."""
+    accumulate = variant.accumulate or costs.recipe.accumulate
+    return variant.mesh_text, accumulate, variant.stage_microbatches, tuple(sorted(variant.units.items()))
 
 
 # ---- the configurations
 
 
 def _configurations(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
-    """Yields the ways to split the devices, to keep or recompute, and to divide the batch.
-
-    The other axes of the mesh stay as requested.
-    """
-    for split in _splits_in_replicas(mesh):
-        yield from _variants(costs, split, _reshards(split[FSDP], costs.machine.near))
-    for split in _splits_in_stages(costs, mesh):
+    """Yields the configurations of a mesh: what to keep or recompute, and how to divide the batch."""
+    if mesh.get(PIPE, 1) > 1:
         # What a stage gathers again for backward, it gathers beside all microbatches of a round.
-        yield from _variants(costs, split, [True])
-
-
-def _variants(costs: Costs, mesh: Mapping[str, int], reshards: Sequence[bool | int]) -> Iterator[Variant]:
-    """Yields the configurations of a mesh, for each of some values of `reshard_after_forward`."""
-    recipe = costs.recipe
-    microbatches = _microbatches(recipe.batch_size, data_shards(mesh))
+        reshards: list[bool | int] = [True]
+    else:
+        near = costs.machine.near // _inner_degree(mesh)
+        reshards = _reshards(mesh[FSDP], near)
+    microbatches = _microbatches(costs.recipe.batch_size, data_shards(mesh))
     for count, reshard, remat in itertools.product(microbatches, reshards, _REMATS):
-        units = {"reshard_after_forward": reshard, "remat": remat}
-        yield Variant(
-            name=_name_of(mesh, units, count),
-            mesh=mesh,
-            accumulate=None if count == recipe.accumulate else count,
-            units=units,
-        )
+        for in_flight in _stage_microbatches(costs, mesh, count):
+            yield _variant(costs, mesh, count, reshard, remat, in_flight)
 
 
-def _splits_in_replicas(mesh: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yields the meshes with other degrees of sharding, the largest first."""
-    num_devices = mesh[REPLICA] * mesh[FSDP]
-    for fsdp in _splits(num_devices):
-        yield dict(mesh) | {REPLICA: num_devices // fsdp, FSDP: fsdp}
+def _few_configurations(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
+    """Yields the configurations of a mesh that say most of it.
 
-
-def _splits_in_stages(costs: Costs, mesh: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yields the meshes with pipeline stages, each sharded over the rest of the devices.
-
-    Within one host the links are fast, and stages would only add their bubble. So there are as many as divide the
-    hosts, in powers of two, with a layer for each.
+    Fewer microbatches send less, and hold more. So there are the fewest, the most, and some between.
     """
-    if mesh.get(PIPE, 1) > 1:  # as requested
-        return
-    num_devices = mesh[REPLICA] * mesh[FSDP]
-    num_hosts = num_devices // costs.machine.near
-    pipe = 2
-    while pipe <= min(num_hosts, costs.num_layers):
-        if num_hosts % pipe == 0:
-            yield dict(mesh) | {PIPE: pipe, REPLICA: 1, FSDP: num_devices // pipe}
-        pipe *= 2
+    microbatches = _microbatches(costs.recipe.batch_size, data_shards(mesh))
+    some = sorted({*microbatches[:1], *microbatches[-2:], *microbatches[len(microbatches) // 2 :][:1]})
+    for count, remat in itertools.product(some, ("none", "full")):
+        in_flight = _stage_microbatches(costs, mesh, count)
+        for number in dict.fromkeys((in_flight[0], in_flight[-1])):
+            yield _variant(costs, mesh, count, True, remat, number)
 
 
-def _splits(num_devices: int) -> list[int]:
-    """Returns the degrees of sharding, the largest first."""
-    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    if len(divisors) > _MOST_SPLITS:  # only repeated halves of the devices, and 1
-        divisors = [n for n in divisors if n == 1 or _is_power_of_two(num_devices // n)]
-    divisors.reverse()
-    return divisors
+def _variant(
+    costs: Costs,
+    mesh: Mapping[str, int],
+    count: int,
+    reshard: bool | int,
+    remat: str,
+    stage_microbatches: int | None,
+) -> Variant:
+    units = {"reshard_after_forward": reshard, "remat": remat}
+    name = _name_of(mesh, units, count)
+    if stage_microbatches is not None:
+        name += f", {stage_microbatches} in flight"
+    return Variant(
+        name=name,
+        mesh=mesh,
+        accumulate=None if count == costs.recipe.accumulate else count,
+        units=units,
+        stage_microbatches=stage_microbatches,
+    )
+
+
+def _stage_microbatches(costs: Costs, mesh: Mapping[str, int], count: int) -> list[int | None]:
+    """Returns how many microbatches may be on the stages of a mesh: as requested, and some multiples of the stages.
+
+    More of them make the bubble smaller, and the products too.
+
+    Args:
+        costs: estimates for the recipe.
+        mesh: the mesh.
+        count: the parts of the batch between which gradients are summed.
+    """
+    numbers: list[int | None] = [None]
+    pipe = mesh.get(PIPE, 1)
+    if pipe == 1 or costs.recipe.stages.microbatches is not None:
+        return numbers
+    # The examples of all places go through each of them.
+    examples = costs.recipe.batch_size // count // data_shards(mesh) * pipe
+    for factor in _IN_FLIGHT:
+        if examples % (factor * pipe) == 0:
+            numbers.append(factor * pipe)
+    return numbers
+
+
+def _inner_degree(mesh: Mapping[str, int]) -> int:
+    """Returns how many neighbouring devices share the work on an example."""
+    return math.prod(mesh.get(axis, 1) for axis in (EXPERT, CONTEXT, TENSOR))
 
 
 def _reshards(fsdp: int, near: int) -> list[bool | int]:
@@ -177,12 +278,8 @@ def _microbatches(batch_size: int, shards: int) -> list[int]:
         return []
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     if len(divisors) > _MOST_SPLITS:
-        divisors = [n for n in divisors if n == rows or _is_power_of_two(n)]
+        divisors = [n for n in divisors if n == rows or is_power_of_two(n)]
     return divisors
-
-
-def _is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
 
 
 def _name_of(mesh: Mapping[str, int], units: UnitSettings, microbatches: int) -> str:
@@ -200,6 +297,9 @@ def _name_of(mesh: Mapping[str, int], units: UnitSettings, microbatches: int) ->
         strategy = f"hsdp {strategy}"
     if mesh.get(PIPE, 1) > 1:
         strategy = f"{mesh[PIPE]} stages, {strategy}"
+    for axis in (TENSOR, CONTEXT, EXPERT):
+        if mesh.get(axis, 1) > 1:
+            strategy = f"{axis} {mesh[axis]}, {strategy}"
     name = f"{strategy}, {units['remat']}"
     if microbatches > 1:
         name += f", {microbatches} parts"
@@ -240,8 +340,10 @@ def why_lost(cost: Cost, best: Cost) -> str:
     """Returns why a configuration that fits was not chosen, as text; "" for the chosen one."""
     if has_equal_time(cost, best):
         return "holds more" if cost.memory.step_bytes > best.memory.step_bytes else ""
-    more_compute_s = cost.compute_s - best.compute_s
-    more_waiting_s = cost.exposed_s - best.exposed_s
-    reason = "computes" if more_compute_s > more_waiting_s else "waits"
+    # By how many seconds each of its parts is longer.
+    longer_s = {"waits more": cost.exposed_s - best.exposed_s}
+    for name, reason in _REASONS.items():
+        more_s = getattr(cost.work, name) - getattr(best.work, name)
+        longer_s[reason] = longer_s.get(reason, 0.0) + more_s
     slower = cost.step_s / best.step_s - 1
-    return f"+{slower:.1%}: {reason} more"
+    return f"+{slower:.1%}: {max(longer_s, key=lambda reason: longer_s[reason])}"

@@ -10,6 +10,7 @@ from jshard.cluster.compile import CompileRequest, Variant
 from jshard.cluster.costs import Cost, Costs
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, REPLICA, data_shards
+from jshard.plans.remat import AUTO
 
 _TRIES = 4  # compiled at most
 _MARGIN = 0.95  # share of the memory, by the estimate
@@ -62,7 +63,11 @@ def _smaller(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
     recipe = costs.recipe
     rows = recipe.batch_size // recipe.accumulate // data_shards(mesh)
     splits = [n for n in range(1, rows + 1) if rows % n == 0]
-    remats = (None, *_STRONGER.get(costs.remat, ("full",)))
+    annotated = None
+    if costs.traces.remat == AUTO:
+        # As it chooses for the request: elsewhere it may choose another one, which is among those that save less.
+        annotated = costs.remat_of(Variant(name="asked", mesh=mesh))
+    remats = (annotated, *_STRONGER.get(annotated or costs.traces.remat, ("full",)))
     meshes = [dict(mesh)]
     if mesh[REPLICA] > 1:
         meshes.append(dict(mesh) | {REPLICA: 1, FSDP: mesh[REPLICA] * mesh[FSDP]})

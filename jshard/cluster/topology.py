@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -29,6 +29,8 @@ from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts
 from jshard.facts.gpu_target import NvidiaTarget
 from jshard.kernels.device import TracedDevice, planned_for
 
+_CHIPS_PER_HOST = 4  # of TPUs
+_GPUS_OF_SHARED = 4  # of a host whose links extend beyond it
 _MOST_DEVICES = 1_000_000  # all lists of devices are in memory
 
 # Without a device, the check for cuDNN is answered as on a Hopper GPU.
@@ -46,26 +48,54 @@ class Topology:
 
     text: str  # as requested, e.g. "h100:64x8"
     device: DeviceFacts
-    extents: tuple[int, ...]  # for GPUs: slices, hosts per slice and GPUs per host; for TPUs: those of the slice
+    # Slices first. For GPUs: hosts per slice and GPUs per host. For TPUs: the chips of a slice along its dimensions.
+    extents: tuple[int, ...]
 
     @property
     def num_devices(self) -> int:
         """Returns the total number of devices."""
-        return math.prod(self.extents)
+        return math.prod(self.extents) * self.device.devices_per_chip
+
+    @property
+    def num_slices(self) -> int:
+        """Returns the number of slices."""
+        return self.extents[0]
 
     @property
     def fast_group(self) -> int:
         """Returns the number of neighbouring devices joined by the fast links."""
-        if self.device.platform == "tpu" or self.device.hosts_share_links:
+        if self.device.platform == "tpu":  # between slices is only the network
+            return min(self.num_devices // self.num_slices, self.device.fast_group)
+        if self.device.hosts_share_links:
             return min(self.num_devices, self.device.fast_group)
         gpus_per_host = self.extents[-1]
         return min(self.num_devices, gpus_per_host)
+
+    @property
+    def num_hosts(self) -> int:
+        """Returns the number of hosts; a TPU host has four chips."""
+        if self.device.platform == "tpu":
+            return max(1, math.prod(self.extents) // _CHIPS_PER_HOST)
+        return math.prod(self.extents[:-1])
+
+    def with_extents(self, extents: tuple[int, ...]) -> Topology:
+        """Returns a cluster of the same device with other extents, as `extents` has them."""
+        name, _, _ = self.text.rpartition(":")
+        shown = extents if extents[0] > 1 else extents[1:]  # of a single slice, the number of slices is left out
+        return Topology(f"{name}:{'x'.join(map(str, shown))}", self.device, extents)
+
+    @property
+    def torus(self) -> str:
+        """Returns the chips of a TPU slice along its dimensions, as text."""
+        return "x".join(map(str, self.extents[1:]))
 
     def describe(self) -> str:
         """Returns one line: the number and kind of devices, and their arrangement."""
         count = f"{self.num_devices} x {self.device.title}"
         if self.device.platform == "tpu":
-            return f"{count}, a slice of {'x'.join(map(str, self.extents))}"
+            noun = "a slice" if self.num_slices == 1 else f"{self.num_slices} slices"
+            chips = " chips" if self.device.devices_per_chip > 1 else ""
+            return f"{count}, {noun} of {self.torus}{chips}"
         slices, hosts, gpus = self.extents
         if slices > 1:
             arrangement = f"{slices} slices of {hosts} hosts"
@@ -82,6 +112,8 @@ class Topology:
 def parse_topology(text: str) -> Topology:
     """Reads `DEVICE:HOSTSxGPUS` or `DEVICE:SLICESxHOSTSxGPUS` for GPUs, `DEVICE:XxY` or `DEVICE:XxYxZ` for TPUs.
 
+    Several slices of TPUs are `DEVICE:SLICESxXxY` or `DEVICE:SLICESxXxYxZ`.
+
     Devices are those of `jshard.facts.devices.DEVICES`, machines of its `CLOUDS`, and those described by a file:
     `h20.toml:64x8`, see `jshard.facts.device_files`.
 
@@ -89,7 +121,7 @@ def parse_topology(text: str) -> Topology:
         TopologyError: it is not a topology, its device is unknown, or its extents do not fit the device.
         ShardingError: the file does not describe a device.
 
-    Example:
+    Examples:
         >>> parse_topology("h100:64x8").num_devices
         512
     """
@@ -101,21 +133,49 @@ def parse_topology(text: str) -> Topology:
     device = _device(name)
     if device is None:
         raise _unknown(text, name)
-    extents = _parsed_extents(text, device, shape)
-    if math.prod(extents) > _MOST_DEVICES:
+    topology = Topology(text_of_topology, device, _parsed_extents(text, device, shape))
+    if topology.num_devices > _MOST_DEVICES:
         raise TopologyError(
             "The topology has too many devices.",
             where=f"--topology {text}",
-            why=f"it has {math.prod(extents):,}; the most that can be planned for are {_MOST_DEVICES:,}.",
+            why=f"it has {topology.num_devices:,}; the most that can be planned for are {_MOST_DEVICES:,}.",
             do=f"--topology {_example(device)}",
         )
     if device.platform == "gpu":
-        if len(extents) == 2:
-            extents = (1, *extents)  # a single slice
-        gpus_per_host = extents[-1]
+        gpus_per_host = topology.extents[-1]
         if gpus_per_host > device.fast_group:
             raise _unreadable(text, device, shape)
-    return Topology(text_of_topology, device, extents)
+    return topology
+
+
+def whole_hosts(count: int, name: str) -> Topology:
+    """Returns a cluster of so many GPUs, in hosts of the usual size.
+
+    Args:
+        count: of GPUs.
+        name: of the device, as in a topology.
+
+    Raises:
+        TopologyError: the device is unknown, or a TPU, or they are not whole hosts.
+    """
+    text = f"{count}x{name}"
+    device = _device(name)
+    if device is None:
+        raise _unknown(text, name)
+    if device.platform == "tpu":
+        why = "TPU chips may be slices of several shapes."
+        raise _no_hosts(text, why, f"--topology {_example(device)}")
+    per_host = _GPUS_OF_SHARED if device.hosts_share_links else device.fast_group
+    per_host = min(per_host, max(count, 1))
+    if not count or count % per_host:
+        hosts, rest = divmod(count, per_host)
+        why = f"{device.name} has hosts of {per_host}, and {count} = {hosts} x {per_host} + {rest}."
+        raise _no_hosts(text, why, f"--topology {name}:{hosts + 1}x{per_host}")
+    return parse_topology(f"{name}:{count // per_host}x{per_host}")
+
+
+def _no_hosts(text: str, why: str, do: str) -> TopologyError:
+    return TopologyError("The devices are not whole hosts.", where=text, why=why, do=do)
 
 
 def _device(name: str) -> DeviceFacts | None:
@@ -126,13 +186,15 @@ def _device(name: str) -> DeviceFacts | None:
 
 
 def _parsed_extents(text: str, device: DeviceFacts, shape: str) -> tuple[int, ...]:
-    """Returns the extents of a shape such as "64x8", as many as the device has."""
-    numbers = (2, 3) if device.platform == "gpu" else (device.dims,)
+    """Returns the extents of a shape such as "64x8", as many as the device has, after the number of slices."""
+    num_in_slice = 2 if device.platform == "gpu" else device.dims
     try:
         extents = tuple(whole_number(part) for part in shape.split("x"))
     except ValueError as error:
         raise _unreadable(text, device, shape) from error
-    if len(extents) not in numbers or min(extents) < 1:
+    if len(extents) == num_in_slice:
+        extents = (1, *extents)  # a single slice
+    if len(extents) != num_in_slice + 1 or min(extents) < 1:
         raise _unreadable(text, device, shape)
     return extents
 
@@ -154,7 +216,8 @@ def _unreadable(text: str, device: DeviceFacts, shape: str) -> TopologyError:
     if device.platform == "gpu":
         form = f"HOSTSxGPUS or SLICESxHOSTSxGPUS, with at most {device.fast_group} GPUs in a host"
     else:
-        form = f"{'XxY' if device.dims == 2 else 'XxYxZ'}, the extents of a slice"
+        torus = "XxY" if device.dims == 2 else "XxYxZ"
+        form = f"{torus}, the extents of a slice, or SLICESx{torus}"
     written = shown(shape) if shape else "nothing"
     return TopologyError(
         "The topology cannot be read.",
@@ -191,7 +254,7 @@ def topology_devices(topology: Topology) -> Sequence[jax.Device]:  # pyright: ig
     if target is None:  # a TPU
         # Another jshard process may hold libtpu's lock; this one does not use a TPU.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        return _described_devices("tpu", topology, topology_name=topology.text)
+        return _tpu_devices(topology)
     slices, hosts, gpus = topology.extents
     if not topology.device.hosts_share_links:  # since 0.12, XLA assumes NVLink between the hosts of a slice
         slices *= hosts
@@ -200,6 +263,16 @@ def topology_devices(topology: Topology) -> Sequence[jax.Device]:  # pyright: ig
         _load_rocm_compiler()
     shape = f"{slices}x{hosts}x{gpus}"
     return _described_devices(compiler, topology, target_config=target_config_text(target), topology=shape)
+
+
+def _tpu_devices(topology: Topology) -> Sequence[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+    """Returns the chips, or halves of chips, of the slices of a topology."""
+    description: dict[str, Any] = {"topology_name": f"{topology.device.name}:{topology.torus}"}
+    if topology.num_slices > 1:
+        description["num_slices"] = topology.num_slices
+    if topology.device.chip_config:
+        description["chip_config_name"] = topology.device.chip_config
+    return _described_devices("tpu", topology, **description)
 
 
 def _load_rocm_compiler() -> None:
@@ -222,7 +295,7 @@ def _load_rocm_compiler() -> None:
         ) from error
 
 
-def _described_devices(platform: str, requested: Topology, **description: str) -> Sequence[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+def _described_devices(platform: str, requested: Topology, **description: Any) -> Sequence[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the devices that a compiler makes of a description."""
     try:
         devices = topologies.get_topology_desc(platform=platform, **description).devices
@@ -267,14 +340,25 @@ def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple
     capability = target.major if isinstance(target, NvidiaTarget) else _HOPPER_CAPABILITY
     with contextlib.ExitStack() as stack:
         is_cudnn_used = stack.enter_context(_compat.cudnn_assumed(CUDNN, (capability, 0)))
-        if target is not None:
-            traced = TracedDevice("gpu", target.description, target.core_count, capability=capability)
-            stack.enter_context(planned_for(traced))
+        if isinstance(target, NvidiaTarget):
+            stack.enter_context(planned_for(_traced_gpu(target)))
+            stack.enter_context(_compat.gpu_assumed((capability, 0)))
 
         def assumptions() -> tuple[str, ...]:
             return (_CUDNN_ASSUMED,) if is_cudnn_used() else ()
 
         yield assumptions
+
+
+def _traced_gpu(target: NvidiaTarget) -> TracedDevice:
+    """Returns what kernels need to know of an absent GPU."""
+    return TracedDevice(
+        "gpu",
+        target.description,
+        target.core_count,
+        smem_limit_bytes=target.shared_memory_per_block_optin,
+        capability=target.major,
+    )
 
 
 # ---- installed compilers

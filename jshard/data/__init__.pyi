@@ -1,5 +1,7 @@
 from jshard.data.batches import GlobalBatches as GlobalBatches
 from jshard.data.batches import local_rows as local_rows
+from jshard.data.chat_template import ChatTemplate as ChatTemplate
+from jshard.data.chats import load_chats as load_chats
 from jshard.data.loader import Data as Data
 from jshard.data.loader import DataError as DataError
 from jshard.data.loader import Loader as Loader
@@ -7,6 +9,8 @@ from jshard.data.loader import Mixture as Mixture
 from jshard.data.loader import Sample as Sample
 from jshard.data.loader import Source as Source
 from jshard.data.packed_batches import PackedBatches as PackedBatches
+from jshard.data.preferences import load_pairs as load_pairs
+from jshard.data.streams import load_stream as load_stream
 from jshard.data.text import load_text as load_text
 from jshard.data.tokenizer import ByteTokenizer as ByteTokenizer
 from jshard.data.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer

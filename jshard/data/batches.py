@@ -61,7 +61,7 @@ def order_of(dataset: GrainDataset) -> list[str]:
 
     Steps that only change the contents of samples are left out: they may differ between two runs.
 
-    Example:
+    Examples:
         >>> order_of(grain.MapDataset.source(photos).shuffle(seed=3).map(crop).repeat())
         ['source of 1281167', 'shuffle of 1281167, seed 3', 'repeat without end']
     """
@@ -103,7 +103,7 @@ class GlobalBatches:
     Raises:
         ShardingError: the rows are not rows of such a batch, or the data have fewer samples than one batch.
 
-    Example:
+    Examples:
         >>> samples = grain.MapDataset.source(photos).shuffle(seed=0).map(crop).repeat()
         >>> batches = GlobalBatches(samples, batch_size=512, rows=mesh)
         >>> for batch in batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import gzip
 import shlex
@@ -41,22 +42,70 @@ def documents_of(path: Path, text_key: str) -> Iterator[bytes] | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class TableRow:
+    """An entry of a file, or a row of a table.
+
+    Attributes:
+        where: its place, for an error: the file, and the line or row, from 1.
+        values: by key or column.
+    """
+
+    where: str
+    values: Mapping[str, Json]
+
+
+def has_rows(path: Path) -> bool:
+    """Returns whether a path is a file or a dataset of documents, by its name."""
+    return path.name.lower().endswith((*JSON_LINES, ".parquet")) or is_dataset(path)
+
+
+def rows_of(path: Path) -> Iterator[TableRow] | None:
+    """Returns the rows of a file or a dataset of documents, with all their keys; None for another file."""
+    if path.name.lower().endswith(JSON_LINES):
+        return (TableRow(f"{path}, line {number}", entry) for number, entry in _json_objects(path))
+    if path.suffix.lower() == ".parquet":
+        return _table_rows(path, _parquet(path, None))
+    if is_dataset(path):
+        return _table_rows(path, _dataset(path))
+    return None
+
+
+def _table_rows(path: Path, tables: Iterable[ArrowTable]) -> Iterator[TableRow]:
+    """Yields the rows of tables. Each table is checked first: pyarrow would read beyond the memory of a damaged one."""
+    arrow_error = _pyarrow(path).ArrowException
+    number = 0
+    try:
+        for table in tables:
+            table.validate(full=True)
+            for values in table.to_pylist():
+                number += 1
+                yield TableRow(f"{path}, row {number}", values)
+    except (arrow_error, MemoryError) as error:
+        first = next(iter(str(error).splitlines()), "no reason given")
+        raise ValueError(f"{type(error).__name__}: {first}") from error
+
+
 # ---- JSON lines
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
     """Yields the texts of a file with a JSON object on each line."""
+    for number, entry in _json_objects(path):
+        text = entry.get(text_key)
+        if not isinstance(text, str):
+            kinds = {key: type(value).__name__ for key, value in entry.items()}
+            raise no_text(f"{path}, line {number}", text_key, kinds)
+        # JSON may escape half of a surrogate pair, which has no bytes in UTF-8.
+        yield text.encode(errors="replace")
+
+
+def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
+    """Yields the objects of a file with one on each line, with the number of the line."""
     with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
         for number, line in enumerate(_lines(file), 1):
-            if not line.strip():
-                continue
-            entry = _json_object(path, number, line)
-            text = entry.get(text_key)
-            if not isinstance(text, str):
-                kinds = {key: type(value).__name__ for key, value in entry.items()}
-                raise _no_text(f"{path}, line {number}", text_key, kinds)
-            # JSON may escape half of a surrogate pair, which has no bytes in UTF-8.
-            yield text.encode(errors="replace")
+            if line.strip():
+                yield number, _json_object(path, number, line)
 
 
 def _json_object(path: Path, number: int, line: bytes) -> dict[str, Json]:
@@ -113,12 +162,15 @@ class _SavedSplits(TypedDict):
 _Saved = TypeVar("_Saved", _SavedState, _SavedSplits)
 
 
-def _parquet(path: Path, text_key: str) -> Iterator[ArrowTable]:
-    """Yields tables of at most 65,536 rows, the default of pyarrow; the first has all columns but no rows."""
+def _parquet(path: Path, text_key: str | None) -> Iterator[ArrowTable]:
+    """Yields tables of at most 65,536 rows, the default of pyarrow; the first has all columns but no rows.
+
+    Without a key the others have all columns, too.
+    """
     file = _pyarrow(path).parquet.ParquetFile(path)
     # The batches below have the requested column alone: an error on it names all columns.
     yield file.schema_arrow.empty_table()
-    yield from file.iter_batches(columns=[text_key])
+    yield from file.iter_batches(columns=None if text_key is None else [text_key])
 
 
 def _dataset(path: Path) -> Iterator[ArrowTable]:
@@ -184,7 +236,7 @@ def _column(path: Path, tables: Iterable[ArrowTable], text_key: str) -> Iterator
             names = table.schema.names
             kinds = {field.name: str(field.type) for field in table.schema}
             if kinds.get(text_key) not in _STRINGS:
-                raise _no_text(str(path), text_key, kinds)
+                raise no_text(str(path), text_key, kinds)
             if names.count(text_key) > 1:
                 raise ValueError(f"it has {names.count(text_key)} columns {text_key!r}")
             table.validate(full=True)
@@ -196,7 +248,7 @@ def _column(path: Path, tables: Iterable[ArrowTable], text_key: str) -> Iterator
         raise ValueError(f"{type(error).__name__}: {first}") from error
 
 
-def _no_text(where: str, text_key: str, kinds: Mapping[str, str]) -> DataError:
+def no_text(where: str, text_key: str, kinds: Mapping[str, str]) -> DataError:
     """Returns the error for a document without a text; `kinds` are the types of what it has, by key."""
     strings = [key for key, kind in kinds.items() if kind in _STRINGS]
     # cutoff=0: the nearest of those with texts, however far it is.

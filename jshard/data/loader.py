@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jshard.data.tokenizer import Tokenizer
 
 Sample = dict[str, np.ndarray]
+"""One sample of a source: arrays by key."""
+
 Spec = dict[str, str]  # key -> shape and dtype as text
 
 Order = Any
@@ -52,6 +54,19 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Sample: ...
+
+
+@runtime_checkable
+class OrderedSource(Protocol):
+    """A `Source` that is read in an order of its own, such as a stream."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+    def batch_order(self, batch_size: int, start: int) -> Order:
+        """Returns the numbers of samples by their place in the run, for batches that begin with sample `start`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +116,7 @@ class Mixture:
         weights: one for each, above 0; `Fraction("0.1")` is exactly a tenth, `0.1` is not. Without them the samples
             of all are shuffled as one source.
 
-    Example:
+    Examples:
         >>> train = Mixture([web, code], [Fraction("0.7"), Fraction("0.3")])
     """
 
@@ -379,8 +394,13 @@ class Loader:
                 do="workers=0.",
             )
         # A few samples now, so that bad data fail before the model is built.
-        last = len(self.data.train) - 1
-        self._reader("train", DataError).batch([0, last // 2, last])
+        first_samples = [0]
+        if not isinstance(self.data.train, OrderedSource):  # of a stream, the others are far away
+            last = len(self.data.train) - 1
+            first_samples += [last // 2, last]
+        elif self.workers:
+            raise _stream_in_workers(self.data.train, self.workers)
+        self._reader("train", DataError).batch(first_samples)
         self._reader("held_out", DataError).batch([0])
         # And whether workers could have it: this would fail with the first batch.
         if self.workers:
@@ -392,7 +412,7 @@ class Loader:
         Args:
             step: number of the step, from 0, in a run whose batches all have this size.
         """
-        order = self._order()
+        order = self._order(0)
         return _ids_in_batch(order, step * self.batch_size, range(self.batch_size))
 
     def train(
@@ -415,7 +435,7 @@ class Loader:
         if start_sample is None:
             start_sample = start_step * self.batch_size
         num_left = max(0, num_steps - start_step)
-        return self._batches("train", self._order(), start_sample, num_left, workers=self.workers)
+        return self._batches("train", self._order(start_sample), start_sample, num_left, workers=self.workers)
 
     def held_out(self, num_sequences: int) -> HeldOutBatches:
         """Returns the same samples every time, spread evenly over the held-out ones; each is used once.
@@ -478,11 +498,23 @@ class Loader:
     def _spec(self) -> Spec:
         return spec_of(read_sample(self.data.train, "train", 0, DataError))
 
-    def _order(self) -> Order:
+    def _order(self, start: int) -> Order:
+        """Returns the order of the run, for batches of this size from a sample on."""
         train = self.data.train
+        if isinstance(train, OrderedSource):
+            return train.batch_order(self.batch_size, start)
         if isinstance(train, Mixture):
             return train.order(self.seed)
         return _shuffled(0, len(train), self.seed)
+
+
+def _stream_in_workers(source: OrderedSource, workers: int) -> DataError:
+    return DataError(
+        "A stream is not read by worker processes.",
+        where=f"workers={workers}, data.train is a {type(source).__name__}",
+        why="it is read from one place to the next, and each worker would read all of it.",
+        do="--workers 0",
+    )
 
 
 def _ids_in_batch(order: Order, first: int, rows: Sequence[int]) -> list[int]:

@@ -69,7 +69,7 @@ class PackedBatches(GlobalBatches):
     Raises:
         ShardingError: the rows are not rows of such a batch, the data are finite, or there is no lane.
 
-    Example:
+    Examples:
         >>> documents = grain.MapDataset.source(token_arrays).shuffle(seed=0).repeat()
         >>> batches = PackedBatches(documents, pack=1024, batch_size=512, rows=mesh)
         >>> first_fit = lambda documents: grain.experimental.FirstFitPackIterDataset(

@@ -64,7 +64,7 @@ def load_text(
         DataError: a path is missing, empty, unreadable or not text (all such paths in one message), or the text is
             shorter than a sequence.
 
-    Example:
+    Examples:
         >>> data = load_text(["train.bin"], held_out=["val.bin"], dtype="uint16", sequence_length=1024)
         >>> data = load_text(["web.jsonl=0.7", "code.parquet=0.3"], sequence_length=1024, tokenizer=tokenizer)
     """
@@ -249,13 +249,14 @@ class _Reader:
 
     def _encoded(self, texts: Mapping[str, bytes]) -> dict[str, np.ndarray]:
         """Returns the ids of each text, with the end of a text if the vocabulary has one."""
-        tokenizer = self.tokenizer
-        end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-        ending = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
-        encoded = {}
-        for name, ids in zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True):
-            encoded[name] = np.concatenate([ids, ending])
-        return encoded
+        return dict(zip(texts, with_ends(self.tokenizer, list(texts.values())), strict=True))
+
+
+def with_ends(tokenizer: Tokenizer, texts: Sequence[bytes]) -> list[np.ndarray]:
+    """Returns the ids of each text, with the end of a text if the vocabulary has one."""
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    ending = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
+    return [np.concatenate([ids, ending]) for ids in tokenizer.encode_batch(texts)]
 
 
 def _part_of_ids(file: TokenFile, per_mille: int) -> _TokenPart:

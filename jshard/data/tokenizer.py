@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import zlib
@@ -15,6 +16,7 @@ import numpy as np
 from jshard._files import read_bytes
 from jshard._paths import expanded
 from jshard._types import Json
+from jshard.data.chat_template import CONFIG, companion_files
 from jshard.data.loader import DataError
 from jshard.errors import UnsafeFileError
 
@@ -66,6 +68,21 @@ class ByteTokenizer:
         return np.asarray(ids, dtype=np.uint8).tobytes().decode(errors="replace")
 
 
+@dataclasses.dataclass(frozen=True)
+class PlacedTokens:
+    """The tokens of a text.
+
+    Attributes:
+        ids: of the tokens.
+        starts: for each, its first character in the text.
+        stops: the character after its last one.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+
 class HuggingFaceTokenizer:
     """The tokenizer of a `tokenizer.json`, using the package `tokenizers`.
 
@@ -73,14 +90,14 @@ class HuggingFaceTokenizer:
     bounded, but merges across such a cut are lost.
 
     Args:
-        path: the file.
+        path: the file, or the folder of a model that has it.
 
     Raises:
         DataError: `tokenizers` is not installed, or the file cannot be read as a tokenizer.
     """
 
     def __init__(self, path: str | Path):
-        path = expanded(path)
+        path = tokenizer_file(expanded(path))
         content, self._tokenizer = _read_tokenizer(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # The default makes an empty vocabulary fail the check below.
@@ -88,7 +105,7 @@ class HuggingFaceTokenizer:
         if largest >= _INT32_IDS:
             why = "its vocabulary is empty." if not vocabulary else f"it has the id {largest}; ids are int32."
             raise DataError("The tokenizer has no usable ids.", where=str(path), why=why, do=_GIVE_ITS_OWN)
-        self._path = path
+        self.path = path
         # The ids of a file may have gaps: their count is not enough.
         self.vocab_size: int = largest + 1
         end = _end_of_text(vocabulary)
@@ -106,14 +123,36 @@ class HuggingFaceTokenizer:
             batch = list(itertools.islice(pieces, _PIECES_AT_ONCE))
             if not batch:
                 return [np.concatenate(ids_of_text) for ids_of_text in ids]
-            with _in_four_parts("The tokenizer cannot encode the text.", self._path):
+            with _in_four_parts("The tokenizer cannot encode the text.", self.path):
                 encodings = self._tokenizer.encode_batch([piece for _, piece in batch], add_special_tokens=False)
             for (number, _), encoding in zip(batch, encodings, strict=True):
                 ids[number].append(np.array(encoding.ids, dtype))
 
+    def encode_with_places(self, texts: Sequence[str]) -> list[PlacedTokens]:
+        """Returns the tokens of each text and their places in it, without special tokens that the file adds."""
+        placed = []
+        for start in range(0, len(texts), _PIECES_AT_ONCE):
+            with _in_four_parts("The tokenizer cannot encode the text.", self.path):
+                encodings = self._tokenizer.encode_batch(
+                    list(texts[start : start + _PIECES_AT_ONCE]), add_special_tokens=False
+                )
+            for encoding in encodings:
+                places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+                placed.append(PlacedTokens(np.array(encoding.ids, np.int32), places[:, 0], places[:, 1]))
+        return placed
+
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of a token; None if the vocabulary does not have it."""
+        return self._tokenizer.token_to_id(token)
+
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of `ids`, without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist())
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Returns the tokenizer.json of a folder; another path is returned unchanged."""
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def _end_of_text(vocabulary: Iterable[str]) -> str | None:
@@ -152,8 +191,13 @@ def transformers_files(path: Path | None) -> dict[str, str]:
         content = _json_of_bytes()
         end: str | None = _END_OF_TEXT[0]
     else:
+        path = tokenizer_file(path)
         raw, tokenizer = _read_tokenizer(path)
         content = raw.decode()
+        beside = companion_files(path)
+        if CONFIG in beside:
+            # What came with the tokenizer says more: its class, its special tokens and the chat template.
+            return {"tokenizer.json": content, **beside}
         end = _end_of_text(tokenizer.get_vocab(with_added_tokens=True))
     # Without the clean-up: Transformers would drop spaces before punctuation when it decodes.
     config: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

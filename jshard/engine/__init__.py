@@ -11,8 +11,9 @@ From the outside in:
     partitioner  runs a program equation by equation on one data shard, by the records in `rules`
     schedule     its treatment of units: gathers them in time, reduces gradients (with `gathers` and `gradient_sums`)
 
-In addition: `accumulate` for microbatches, `per_example` for functions declared to act on each example, `context` for
-the context of a call (global view, shapes only), and `mixing` for the communication of mixing examples.
+In addition: `accumulate` for microbatches (`running_sums`: their gradients added in place), `per_example` for functions
+declared to act on each example, `context` for the context of a call (global view, shapes only), and `mixing` for the
+communication of mixing examples.
 
 The core idea in one example, without units, loops and most rules:
 

@@ -19,6 +19,7 @@ from jshard.engine.gathers import gather
 from jshard.engine.gradient_sums import reduce_gradient
 from jshard.engine.inner import over_axes
 from jshard.engine.rules import PARTIAL, Shard, State, Value
+from jshard.engine.running_sums import LossGradients
 from jshard.engine.selections import at_positions
 from jshard.engine.stored import inner_dims
 from jshard.engine.weighted import MeanShares, WeightedMean, nonzero, value_and_weight
@@ -27,6 +28,7 @@ from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import back, fetched, placed_like, to_device
 from jshard.plans.mesh import (
     CONTEXT,
+    TENSOR,
     AnyMesh,
     data_axes,
     data_degree,
@@ -402,37 +404,39 @@ def summed(loss: Loss, batch: PyTree, steps: int, params_once: GatheredOnce, *, 
         value, weight = value_and_weight(value)
         return value, (*aux, weight)
 
-    # Jitted, because it is used twice, below for its types and in the loop: it is traced once. Inlined, so that the
-    # program does not have it as a function.
-    grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)
-
-    def step(carry: tuple, part: PyTree) -> tuple[tuple, PyTree]:
-        total, sums, state, weight_before = carry
-        # Gradients of offloaded parameters come in host memory, where nothing is computed.
-        (value, (aux, state, weight)), grads = grad(loss.params, copies, state, part)
-        if weight is None:
-            sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
-            return (total + value, sums, state, None), aux
-        # Gradients are a running mean; the loss is a mean as well, and times its weight the total again.
-        means = jax.tree.map(MeanShares.of(weight_before, weight).joint, sums, to_device(grads))
-        return (total + value * nonzero(weight), means, state, weight_before + weight), aux
-
+    # The carry of a scan has its types from the start, and only the loss says those of its value and weight.
+    first = jax.tree.map(lambda x: x[0], parts) if is_cut else parts
+    grad = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+    gradients = LossGradients.traced(grad, loss.params, copies, loss.state, first)
+    (value_type, (_, _, weight_type)), _ = gradients.types
     # The order of these lines is that of the zeros in the program.
     param_sums = _zero_sums(loss.params, param_placements)
     copy_sums = []
     for x, placement in zip(copies, params_once.placements, strict=True):
         copy_sums.append(jnp.zeros_like(x, placement.reduce_dtype))
-    first = jax.tree.map(lambda x: x[0], parts) if is_cut else parts
-    # The carry of a scan has its types from the start, and only the loss says those of its value and weight.
-    (value, (_, _, weight)), _ = jax.eval_shape(grad, loss.params, copies, loss.state, first)
-    no_weight = None if weight is None else jnp.zeros((), weight.dtype)
-    first_carry = (jnp.zeros((), value.dtype), (param_sums, copy_sums), loss.state, no_weight)
+    if weight_type is None:  # a mean with weights is no plain sum
+        gradients = gradients.adding_to((param_sums, copy_sums))
+
+    def step(carry: tuple, part: PyTree) -> tuple[tuple, PyTree]:
+        total, sums, state, weight_before = carry
+        # Gradients of offloaded parameters come in host memory, where nothing is computed.
+        (value, (aux, state, weight)), grads = gradients.run((loss.params, copies, state, part), sums)
+        if weight is None:
+            sums = gradients.added(sums, to_device(grads))
+            return (total + value, sums, state, None), aux
+        # Gradients are a running mean; the loss is a mean as well, and times its weight the total again.
+        means = jax.tree.map(MeanShares.of(weight_before, weight).joint, sums, to_device(grads))
+        return (total + value * nonzero(weight), means, state, weight_before + weight), aux
+
+    no_weight = None if weight_type is None else jnp.zeros((), weight_type.dtype)
+    first_carry = (jnp.zeros((), value_type.dtype), (param_sums, copy_sums), loss.state, no_weight)
     if is_cut:
         last_carry, aux = lax.scan(step, first_carry, parts)
     else:
         last_carry, aux = step(first_carry, parts)
-    total, (gradients, copy_sums), state, weight = last_carry
-    return Sums(total, weight, gradients, copy_sums, aux, state)
+    total, (param_sums, copy_sums), state, weight = last_carry
+    param_sums = _as_stored(param_sums, param_placements, loss.root.mesh)
+    return Sums(total, weight, param_sums, copy_sums, aux, state)
 
 
 def gradient_dtype(stored: np.dtype, requested: DTypeLike | None) -> DTypeLike:
@@ -471,6 +475,22 @@ def _zero_sums(params: PyTree, placements: Sequence[Placement | None]) -> PyTree
         dtype = x.dtype if placement is None else _dtype_of_sum(x.dtype, placement.reduce_dtype)
         zeros.append(jnp.zeros_like(x, dtype))
     return jax.tree.unflatten(tree, zeros)
+
+
+def _as_stored(sums: PyTree, placements: Sequence[Placement | None], mesh: AnyMesh) -> PyTree:
+    """Constrains sums of gradients to the placements of their parameters along `tensor`.
+
+    A region leaves that axis to the compiler, which would split a sum where the parameter is whole.
+    """
+    if not isinstance(mesh, Mesh) or degree(mesh, TENSOR) == 1:
+        return sums
+    leaves, tree = jax.tree.flatten(sums)
+    constrained = []
+    for x, placement in zip(leaves, placements, strict=True):
+        if placement is not None and not placement.on_host and x.ndim == len(placement.spec):
+            x = lax.with_sharding_constraint(x, NamedSharding(mesh, placement.partition_spec))
+        constrained.append(x)
+    return jax.tree.unflatten(tree, constrained)
 
 
 def _dtype_of_sum(stored: np.dtype, reduced: str) -> DTypeLike:

@@ -163,7 +163,7 @@ def global_view() -> Iterator[None]:
     For sampling one text. As outside, the results equal those on one device; the compiler decides memory and
     communication. It can wrap a jitted step.
 
-    Example:
+    Examples:
         >>> with js.global_view():
         ...     logits = model(x[:1])
     """

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jshard.engine.inner import over_axis_p
+from jshard.engine.selections import at_positions
 from jshard.engine.stored import (
     automatic_axes,
     beside_automatic_axes,
@@ -24,7 +25,7 @@ from jshard.engine.stored import (
     shard_dim,
     with_padding,
 )
-from jshard.plans.mesh import FSDP, INNER_AXES, batch_axes, degree, inner_axes
+from jshard.plans.mesh import FSDP, INNER_AXES, batch_axes, degree, inner_axes, is_of_tpus
 from jshard.plans.placement import Exchange, Placement
 from jshard.plans.wires import wire_named
 
@@ -107,13 +108,34 @@ def _first_step(x: jax.Array, placement: Placement, mesh: Mesh) -> PartialSum:
         return part.after(x, part.axes)  # an empty gradient is its own sum
     if shard_dim(x, placement) is None:
         # Nothing is summed yet. The second step sums it, in this dtype.
-        return part.after(x.astype(placement.reduce_dtype), [])
+        return part.after(_in_dtype_of_sum(x, placement.reduce_dtype, mesh), [])
     return part.after(reduce_scatter(x, placement, mesh), _scattered_axes(placement, mesh))
 
 
 def _scattered_axes(placement: Placement, mesh: Mesh) -> tuple[str, ...]:
     """Returns the batch axes that the sum over the shards covers; inner axes are no batch axes."""
     return tuple(axis for axis in placement.gather_axes if degree(mesh, axis) > 1)
+
+
+def _in_dtype_of_sum(x: jax.Array, dtype: DTypeLike, mesh: Mesh) -> jax.Array:
+    """Returns a part of a gradient in the dtype in which it is summed; on TPUs the sum is kept apart from the cast."""
+    # Cast first, or the sum would be taken in the dtype of the computation, in which many parts lose digits.
+    x = x.astype(dtype)
+    if not is_of_tpus(mesh):
+        return x
+    # libtpu would fold the cast into an all-reduce, which then runs on the TensorCores only, where nothing hides it.
+    return lax.optimization_barrier(x)
+
+
+def cast_for_barrier(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """Returns a part of a gradient in the dtype in which a barrier holds it: that of the computation, often a smaller.
+
+    On TPUs it is that of the sum: the product casts its result, where behind the barrier a kernel of its own would.
+    """
+    is_widened = jnp.dtype(placement.reduce_dtype).itemsize > x.dtype.itemsize
+    if is_widened and is_of_tpus(mesh):
+        return x.astype(placement.reduce_dtype)
+    return x
 
 
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -127,8 +149,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
         x = fused_over_inner_axes(x, placement)
         return lax.psum_scatter(x, placement.gather_axes, scatter_dimension=dim, tiled=True)
 
-    # Cast first, or the sum would be taken in the dtype of the computation, in which many parts lose digits.
-    padded = with_padding(x.astype(placement.reduce_dtype), placement)
+    padded = with_padding(_in_dtype_of_sum(x, placement.reduce_dtype, mesh), placement)
     return beside_automatic_axes(run, padded, placement)(padded)
 
 
@@ -240,52 +261,87 @@ def _summed_together(
     # Small ones that are not sharded are summed over all axes, so their all-reduce has no second step to leave open.
     groups: dict[tuple[jnp.dtype, str], list[int]] = {}
     for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
-        is_small = 0 < x.size * x.dtype.itemsize < JOINED_BYTES
-        if is_small and placement.shards == 1 and shard_dim(x, placement) is None:
+        if is_summed_with_others(x, placement):
             groups.setdefault((x.dtype, placement.reduce_dtype), []).append(i)
-    sums = {}
-    for (dtype, reduce_dtype), positions in groups.items():
-        if len(positions) == 1:
-            continue
-        joined = jnp.concatenate([gradients[i].astype(reduce_dtype).ravel() for i in positions])
-        # Over all batch axes, also those of degree 1: an inner axis that is open joins in a sum over any of them.
-        total = lax.psum(joined, batch_axes(mesh)).astype(dtype)
-        rows = _split(total, [gradients[i].size for i in positions])
-        for i, row in zip(positions, rows, strict=True):
-            part = PartialSum.of(gradients[i], mesh)
-            sums[i] = part.after(row.reshape(gradients[i].shape), part.axes)
+    sums: dict[int, PartialSum] = {}
+    for (_, reduce_dtype), positions in groups.items():
+        if len(positions) > 1:
+            members = at_positions(gradients, positions)
+            sums.update(zip(positions, _joined_sums(members, reduce_dtype, mesh), strict=True))
+    return sums
+
+
+def is_summed_with_others(x: jax.Array, placement: Placement) -> bool:
+    """Returns whether a gradient is small, and summed whole: joined with others, its sum is faster."""
+    is_small = 0 < x.size * x.dtype.itemsize < JOINED_BYTES
+    return is_small and placement.shards == 1 and shard_dim(x, placement) is None
+
+
+def _joined_sums(gradients: Sequence[jax.Array], reduce_dtype: DTypeLike, mesh: Mesh) -> list[PartialSum]:
+    """Returns the sums of gradients of one dtype, by one all-reduce."""
+    dtype = gradients[0].dtype
+    rows = [lax.reshape(x, (x.size,)) for x in gradients]
+    joined = _in_dtype_of_sum(jnp.concatenate(rows), reduce_dtype, mesh)
+    # Over all batch axes, also those of degree 1: an inner axis that is open joins in a sum over any of them.
+    total = lax.psum(joined, batch_axes(mesh)).astype(dtype)
+    # Apart, or the updates of all these parameters would be one kernel, as they read one array: the compiler would then
+    # update none of them in place, and copy each.
+    rows = lax.optimization_barrier(_split(total, [x.size for x in gradients]))
+    sums = []
+    for x, row in zip(gradients, rows, strict=True):
+        part = PartialSum.of(x, mesh)
+        sums.append(part.after(lax.reshape(row, x.shape), part.axes))
     return sums
 
 
 def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Placement]) -> dict[int, jax.Array]:
     """Takes the first step of gradients that are sent in another dtype, by position: of each dtype one exchange."""
-    groups: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+    groups: dict[tuple[str, str, int], dict[int, int]] = {}  # of each group the sharded dims, by position
     for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
         dim = shard_dim(x, placement)
-        if dim is None or not placement.reduce_wire or automatic_axes(x, placement):
-            continue
-        if wire_named(placement.reduce_wire).is_cast:  # others pack a gradient in its shape, not joined ones
+        if dim is not None and _is_exchanged_with_others(x, placement):
             key = (placement.reduce_dtype, placement.reduce_wire, placement.hosts)
-            groups.setdefault(key, []).append((i, dim))
-    sums = {}
-    for members in groups.values():
-        first, _ = members[0]
-        placement = placements[first]  # for what all of the group have in common
-        # The sharded dim comes first, and is cut into a row for each shard; the rows of all gradients are joined:
-        #
-        #     gradient a    [ a of shard 0 ] [ a of shard 1 ]         row of shard 0    [ a of 0 | b of 0 ]
-        #     gradient b    [ b of shard 0 ] [ b of shard 1 ]   -->   row of shard 1    [ a of 1 | b of 1 ]
-        ordered = []
-        for i, dim in members:
-            padded = with_padding(gradients[i], placements[i])
-            ordered.append(jnp.moveaxis(padded, dim, 0))
-        num_shards = lax.axis_size(placement.gather_axes)
-        rows = [x.astype(placement.reduce_dtype).reshape(num_shards, -1) for x in ordered]
-        (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement, layer_dims=0)
-        parts = _split(own_row, [row.shape[1] for row in rows])
-        for (i, dim), x, part in zip(members, ordered, parts, strict=True):
-            sums[i] = jnp.moveaxis(part.reshape(-1, *x.shape[1:]), 0, dim)
+            groups.setdefault(key, {})[i] = dim
+    sums: dict[int, jax.Array] = {}
+    for dims in groups.values():
+        members = at_positions(gradients, dims)
+        shards = _exchanged(members, at_positions(placements, dims), list(dims.values()))
+        sums.update(zip(dims, shards, strict=True))
     return sums
+
+
+def _is_exchanged_with_others(x: jax.Array, placement: Placement) -> bool:
+    """Returns whether a sharded gradient is joined with others for an exchange."""
+    if not placement.reduce_wire or automatic_axes(x, placement):
+        return False
+    if not wire_named(placement.reduce_wire).is_cast:
+        return False  # other wires pack a gradient in its shape, no joined ones
+    is_only_moved = placement.replaces_reduce_scatter
+    is_large = x.size * x.dtype.itemsize >= JOINED_BYTES
+    # Joined, parts that are only moved are copied twice more, which costs more than an exchange of their own.
+    return not (is_only_moved and is_large)
+
+
+def _exchanged(gradients: Sequence[jax.Array], placements: Sequence[Placement], dims: Sequence[int]) -> list[jax.Array]:
+    """Returns the shards of gradients that are summed in one exchange, given the dims that they are sharded along."""
+    placement = placements[0]  # for what all of them have in common
+    # The sharded dim comes first, and is cut into a row for each shard; the rows of all gradients are joined:
+    #
+    #     gradient a    [ a of shard 0 ] [ a of shard 1 ]         row of shard 0    [ a of 0 | b of 0 ]
+    #     gradient b    [ b of shard 0 ] [ b of shard 1 ]   -->   row of shard 1    [ a of 1 | b of 1 ]
+    num_shards = lax.axis_size(placement.gather_axes)
+    ordered = []
+    rows = []
+    for x, own_placement, dim in zip(gradients, placements, dims, strict=True):
+        sharded_first = jnp.moveaxis(with_padding(x, own_placement), dim, 0)
+        ordered.append(sharded_first)
+        rows.append(sharded_first.astype(placement.reduce_dtype).reshape(num_shards, -1))
+    (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement, layer_dims=0)
+    parts = _split(own_row, [row.shape[1] for row in rows])
+    shards = []
+    for part, x, dim in zip(parts, ordered, dims, strict=True):
+        shards.append(jnp.moveaxis(part.reshape(-1, *x.shape[1:]), 0, dim))
+    return shards
 
 
 def _split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:

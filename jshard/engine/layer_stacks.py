@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jshard import _compat
+from jshard.engine.chosen_remat import with_chosen_remats
 from jshard.engine.mixing import ModelKey, key_of, key_of_unit
 from jshard.engine.stages.records import traced_stages
 from jshard.plans.placement import Placement
@@ -62,8 +63,10 @@ def _stack_bytes(unit: Unit, rows: Mapping[str, Placement]) -> dict[str, int]:
 def as_traced(plan: ShardPlan) -> ShardPlan:
     """Returns a plan with what the last traced calls of its model did.
 
-    That is the layers that they gathered one at a time, and the loops that they ran on pipeline stages.
+    That is the layers that they gathered one at a time, the loops that they ran on pipeline stages, and the policies of
+    remat that they chose.
     """
+    plan = with_chosen_remats(plan)
     # The key of the model's root, by which both were recorded.
     key = key_of(plan.units[0].kind, plan.mesh, (leaf.placement for leaf in plan.leaves))
     stacks = _stacks(_paths_seen.get(key, ()))

@@ -15,7 +15,7 @@ from jshard.engine import mixing
 from jshard.engine.crossing import Crossing, Gathered, Region, all_resolved
 from jshard.engine.inner import over_axis
 from jshard.engine.layer_stacks import note_layers
-from jshard.engine.program import evaluate_jaxpr
+from jshard.engine.program import SummingProgram, evaluate_jaxpr
 from jshard.engine.rules import PARTIAL, Shard, State, Value
 from jshard.engine.rules.values import arrays_of
 from jshard.engine.schedule.barriers import available_together
@@ -28,7 +28,7 @@ from jshard.engine.stages.region_partitioner import StagesPartitioner
 from jshard.engine.unit_call import BACKWARD, FORWARD
 from jshard.engine.unsplit import LocalProduct, TracedCall, products_that_depend, warn_of_whole
 from jshard.plans.memories import fetched, to_host
-from jshard.plans.mesh import PIPE, data_degree, degree, manual_axes
+from jshard.plans.mesh import INNER_AXES, PIPE, TENSOR, data_degree, degree, manual_axes, splitting_axes
 
 if TYPE_CHECKING:
     from jshard.engine.region_call import RegionCall
@@ -238,9 +238,11 @@ class _Execution:
 
     def _results(self, p: ShardedPartitioner, operands: list[Value]) -> list[Value]:
         """Returns the results; gradients are stored like their parameters, those of copies as each device's part."""
-        jaxpr = self._call.program.jaxpr
+        jaxpr, operands, sums = self._without_sums(operands)
+        saved: set[Value] = set()
         if self._call.phase == BACKWARD:
-            self._gather_after_cotangents(jaxpr, operands)
+            saved = self._saved(operands)
+            self._gather_after_cotangents(jaxpr, operands, saved)
         states: list[State] = []
         shards: dict[int, Shard] = {}
         for position, target in enumerate(self._targets):
@@ -249,7 +251,7 @@ class _Execution:
             states.append(state)
             if isinstance(state, Shard):
                 shards[position] = state
-        results = p.run_root(jaxpr.jaxpr, jaxpr.consts, operands, shards)
+        results = p.run_root(jaxpr.jaxpr, jaxpr.consts, operands, shards, unordered=saved, sums=sums)
         # Before the gradients: the order in which the program is emitted is that in which collectives run.
         without_target = []
         for position, value in enumerate(results[len(states) :], len(states)):
@@ -261,7 +263,24 @@ class _Execution:
         if not states:
             return without_target
         with jax.named_scope(f"jshard[{p.name}]/{BACKWARD}"):
-            return [*self._gradients(p, results, states, shards), *without_target]
+            gradients = self._gradients(p, results, states, shards)
+            for position, total in sums.items():
+                if total not in p.sums_in_loops:
+                    gradient = gradients[position]
+                    gradients[position] = gradient.with_array(total.x + gradient.x.astype(total.x.dtype))
+            return [*gradients, *without_target]
+
+    def _without_sums(self, operands: list[Value]) -> tuple[ClosedJaxpr, list[Value], dict[int, Value]]:
+        """Returns the program without what it adds to running sums, its operands, and the sums by their position.
+
+        Gradients are reduced as without sums. What a loop does not add to a sum itself is added after that.
+        """
+        program = self._call.program
+        if not isinstance(program, SummingProgram):
+            return program.jaxpr, operands, {}
+        num_operands = len(program.addends.in_avals)
+        sums = dict(zip(program.positions, operands[num_operands:], strict=True))
+        return program.addends, operands[:num_operands], sums
 
     def _gradients(
         self, p: ShardedPartitioner, results: list[Value], states: list[State], shards: Mapping[int, Shard]
@@ -292,11 +311,31 @@ class _Execution:
             gradients.append(p.in_state(results[position], state) if gradient is None else gradient)
         return gradients
 
-    def _gather_after_cotangents(self, jaxpr: ClosedJaxpr, operands: list[Value]) -> None:
-        """Ties the shards to the other operands of backward: else they would be gathered while forward runs."""
+    def _saved(self, operands: list[Value]) -> set[Value]:
+        """Returns the operands of backward that no barrier holds back: what forward has saved on the device."""
+        # A barrier is opaque to the compiler. In front of one, forward would have to store every value that backward
+        # reads; else backward computes cheap ones again, in the kernels that read them. What is on the host waits: it
+        # would be fetched long before it is read.
+        cotangents = self._call.cotangents
+        if not cotangents:
+            return set()
+        # Where the program is split further, a saved part is gathered again. To the compiler that is the gather that
+        # forward has run, unless a barrier stands between: it would run one of them, and keep the whole value from
+        # forward to backward.
+        mesh = self._region.mesh
+        if splitting_axes((*INNER_AXES, TENSOR), dict(mesh.shape)):
+            return set()
+        saved = set()
+        for position, value in enumerate(operands):
+            if position not in cotangents and not value.is_stored and not _compat.on_host(value.x):
+                saved.add(value)
+        return saved
+
+    def _gather_after_cotangents(self, jaxpr: ClosedJaxpr, operands: list[Value], saved: set[Value]) -> None:
+        """Ties the shards to the cotangents: else they would be gathered while forward runs."""
         # Nothing else holds them back: parameters exist when the step begins. Only the shards that this program gathers
-        # are tied, and nothing where it gathers none (ZeRO-2): residuals would wait for cotangents, and all be in
-        # memory until then. Pieces exist once forward has run; what is on the host is fetched when it is read.
+        # are tied, and nothing where it gathers none (ZeRO-2). Pieces exist once forward has run; what is on the host
+        # is fetched when it is read.
         shards = []
         for v in shards_gathered_by(jaxpr.jaxpr, operands, {name for name, *_ in self._copies}):
             is_whole_shard = not v.shard.pieces
@@ -304,7 +343,7 @@ class _Execution:
                 shards.append(v)
         if not shards:
             return
-        cotangents = [v for v in operands if not v.is_stored]
+        cotangents = [v for v in operands if not v.is_stored and v not in saved]
         tied_shards, tied_cotangents = available_together(arrays_of(shards), arrays_of(cotangents))
         for operand, x in zip([*shards, *cotangents], [*tied_shards, *tied_cotangents], strict=True):
             operand.x = x

@@ -43,7 +43,7 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
     Raises:
         CallError: on a call whose arrays are not as declared.
 
-    Example:
+    Examples:
         >>> normalize = js.per_example(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))  # a kernel of yours
         >>> project = js.per_example(lambda x, w: x @ w, in_axes=(0, None))  # also takes weights
         >>> project(normalize(x), jnp.ones((64, 8))).shape

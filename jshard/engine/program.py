@@ -8,7 +8,7 @@ which makes any remat policy ZeRO-3.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -22,7 +22,7 @@ from jshard import _compat
 from jshard._types import TreeDef
 from jshard.engine.selections import merged, others, picked
 from jshard.engine.values import have_gradients
-from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
+from jshard.plans.remat import ATTENTION_AGAIN, AUTO, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy
 
 Atom: TypeAlias = Var | Literal
 Bind = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
@@ -35,7 +35,7 @@ class Program:
     Attributes:
         jaxpr: the function, in global view.
         num_params: how many of the operands are parameters.
-        remat: which values its derivative keeps.
+        remat: which values its derivative keeps; `AUTO` until `settle`, if jshard is to choose.
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, num_params: int, *, remat: Remat = NONE) -> None:
@@ -45,6 +45,46 @@ class Program:
         # By what it is differentiated with respect to. A cache of this object: a module's would keep each program
         # alive.
         self.gradient = functools.cache(functools.partial(Gradient, self))
+        self.under = functools.cache(self._under)
+
+    def _under(self, remat: Remat) -> "Program":
+        """Returns the same function under another policy."""
+        return Program(self.jaxpr, self.num_params, remat=remat)
+
+    def settle(self, remat: Remat) -> None:
+        """Sets the policy of a program that was `AUTO`; derivatives that were made to choose it are used again."""
+        self.remat = remat
+        self.gradient = self.under(remat).gradient
+        self.under.cache_clear()  # derivatives under other policies
+
+
+class SummingProgram(Program):
+    """A program that adds some of its results to running sums, which are its last operands.
+
+    The sum takes the place of the result, in the dtype of the sum.
+
+    Attributes:
+        addends: the program before: it has no sums, and returns what is added.
+        positions: which results are added, in the order of the sums.
+    """
+
+    def __init__(self, before: Program, sums: Mapping[int, ShapedArray]) -> None:
+        """Adds the results at some positions to sums of these types."""
+        self.addends = before.jaxpr
+        self.positions = tuple(sums)
+        num_operands = len(before.jaxpr.in_avals)
+
+        def run(*operands: jax.Array) -> list[jax.Array]:
+            results = evaluate_jaxpr(before.jaxpr, operands[:num_operands])
+            for position, total in zip(self.positions, operands[num_operands:], strict=True):
+                results[position] = total + results[position].astype(total.dtype)
+            return results
+
+        # In the program a stored parameter has no padding, nor has its sum.
+        types = abstract_all(before.jaxpr.jaxpr.invars)
+        for position, total in sums.items():
+            types.append(jax.ShapeDtypeStruct(before.jaxpr.out_avals[position].shape, total.dtype))
+        super().__init__(jax.make_jaxpr(run)(*types), before.num_params, remat=before.remat)
 
 
 def abstract(x: Atom | ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -240,7 +280,8 @@ def _equations_for(jaxpr: Jaxpr, results: set[Var]) -> list[JaxprEqn]:
 
 def checkpointed(f: Callable[..., T], remat: Remat) -> Callable[..., T]:
     """Returns a function whose values are kept for backward by a policy."""
-    if remat in (NONE, ATTENTION_AGAIN):  # attention has its own checkpoint
+    # Attention has its own checkpoint. What is still `AUTO` is no layer of a region.
+    if remat in (NONE, ATTENTION_AGAIN, AUTO):
         return f
     if remat == SELECTIVE:
         f = _naming_products(f)

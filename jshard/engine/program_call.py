@@ -16,7 +16,7 @@ So derivatives of any order and mode, and maps, are programs like the first.
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,9 @@ class ProgramCall(abc.ABC):
     constants: frozenset[int]
     constant_results: frozenset[int]
     adjoint: "Adjoint | None"
+
+    saves_operands_themselves: ClassVar[bool] = False
+    """Whether residuals that are operands of the call are saved as these, and not as results of its forward."""
 
     @abc.abstractmethod
     def bind(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -218,6 +221,8 @@ def jvp_rule(
     num_saved = num_results + derivative.num_residuals
     residuals = outs[num_results:num_saved]
     copies = outs[num_saved:]
+    if call.saves_operands_themselves:
+        residuals = _with_operands(residuals, primals, derivative)
 
     # Parameters are operands of the linear map, which computes again what depends on them alone: see `Gradient.kept`.
     # So no gathered parameter is a residual.
@@ -232,6 +237,23 @@ def jvp_rule(
         results += of_equation
         all_tangents += zero_tangents(of_equation)
     return results, all_tangents
+
+
+def _with_operands(
+    residuals: Sequence[jax.Array], primals: Sequence[jax.Array], derivative: Derivative
+) -> list[jax.Array]:
+    """Returns the residuals; those that are operands of the call are these operands, and no results of forward."""
+    # A loop stacks what the calls in its body return, also a value that is the same in each iteration: the output of an
+    # encoder, a mask. JAX sees that an operand is the same, and saves it once.
+    jaxpr = derivative.forward.program.jaxpr.jaxpr
+    operand_of = dict(zip(jaxpr.invars, primals, strict=False))  # copies are operands behind those of the program
+    first_residual = len(derivative.has_tangent)
+    saved = []
+    for residual, variable in zip(residuals, jaxpr.outvars[first_residual:], strict=True):
+        operand = None if _compat.is_literal(variable) else operand_of.get(variable)
+        is_same = operand is not None and jax.typeof(operand) == jax.typeof(residual)  # as it is, and not cast
+        saved.append(operand if is_same else residual)
+    return saved
 
 
 def _differentiated(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,10 @@ from jax.extend.core import ClosedJaxpr, Primitive
 
 from jshard import _compat
 from jshard.engine import stored
+from jshard.engine.chosen_remat import choose_remats
 from jshard.engine.crossing import AnyCrossing, Crossing, Region, of_tangents, resolved, results_of
 from jshard.engine.on_shards import Partition, partition
-from jshard.engine.program import Gradient, Program
+from jshard.engine.program import Gradient, Program, SummingProgram
 from jshard.engine.program_call import (
     Adjoint,
     Derivative,
@@ -25,6 +26,7 @@ from jshard.engine.program_call import (
     tangent_program,
     transposed_program,
 )
+from jshard.engine.schedule.stored_values import stacked_by_loop
 from jshard.engine.selections import (
     at_positions,
     counted_from,
@@ -38,7 +40,7 @@ from jshard.engine.selections import (
 from jshard.engine.unit_call import BACKWARD, FORWARD, copies_among
 from jshard.engine.values import have_gradients
 from jshard.plans.memories import fetched
-from jshard.plans.mesh import CONTEXT, EXPERT, data_degree
+from jshard.plans.mesh import CONTEXT, EXPERT, PIPE, data_degree, degree
 
 region_p = Primitive("region")
 """A region.
@@ -72,6 +74,8 @@ class RegionCall(ProgramCall):
         part: the name of the program, for the records of what it sends.
         returns_copies: whether the parameters that it gathers outside of units are its last results.
         residuals: which results are read by backward alone, by position: they may leave on the stages of a pipeline.
+        cotangents: which operands are cotangents, by position. The others of backward are parameters, and what forward
+            has saved. Empty where that is not known.
     """
 
     region: Region
@@ -85,6 +89,7 @@ class RegionCall(ProgramCall):
     part: str = FORWARD
     returns_copies: bool = False
     residuals: range = range(0)
+    cotangents: range = range(0)
     constants: frozenset[int] = frozenset()
     constant_results: frozenset[int] = frozenset()
     adjoint: Adjoint | None = None
@@ -131,6 +136,7 @@ class RegionCall(ProgramCall):
         return self._derivatives[wrt]
 
     def _new_derivative(self, wrt: tuple[bool, ...], avals: tuple[ShapedArray, ...]) -> Derivative:
+        choose_remats(self.program, self.region, self.operands, wrt)
         gradient = self.program.gradient(wrt)
         # Parameters that units inside have kept are among the results of forward, as residuals. A tangent of theirs
         # would be one more of the parameter.
@@ -170,20 +176,25 @@ class RegionCall(ProgramCall):
         # now.
         residuals = results_of(forward.leaving, range(num_results, num_results + num_residuals))
         residual_avals = gradient.forward.out_avals[num_results:]  # those of pieces of parameters are not needed
+        residual_operands = range(num_params, num_params + num_residuals)
         tangents = of_tangents(picked(gradient.wrt, self.operands))
         tangent_avals = picked(gradient.wrt, forward.avals)
         has_target_tangent = has_tangent[: len(self.targets)]
         adjoint = RegionAdjoint(self, gradient, has_tangent, forward, tangent_avals)
+        program = tangent_program(gradient, has_tangent)
+        params = self.operands[:num_params]
+        param_avals = forward.avals[:num_params]
         return dataclasses.replace(
             self,
-            program=Program(tangent_program(gradient, has_tangent), num_params),
-            avals=(*forward.avals[:num_params], *residual_avals, *tangent_avals),
-            operands=(*self.operands[:num_params], *residuals, *tangents),
-            examples=frozenset(range(num_params, num_params + num_residuals)),
+            program=Program(program, num_params),
+            avals=(*param_avals, *residual_avals, *tangent_avals),
+            operands=(*params, *residuals, *tangents),
+            examples=frozenset(residual_operands),
             targets=tuple(picked(has_target_tangent, self.targets)),
             target_avals=tuple(picked(has_target_tangent, self.target_avals)),
             part=f"tangents of {self.part}",
             residuals=range(0),
+            cotangents=range(0),
             returns_copies=False,
             constants=adjoint.copied_residuals,
             constant_results=frozenset(),
@@ -201,17 +212,23 @@ class RegionCall(ProgramCall):
         tangents_of_examples = _positions_among(differentiated, self.examples, first=num_operands)
         num_targets = len(self.targets)
         order = Pushforward.order_of(has_tangent, num_targets)
+        program = pushforward_program(jaxpr, wrt, has_tangent, order)
+        operand_avals = avals[:num_operands]
+        tangent_avals = picked(wrt, operand_avals)
         with_tangent = has_tangent[:num_targets]
+        target_tangents = picked(with_tangent, self.targets)
+        target_tangent_avals = picked(with_tangent, self.target_avals)
         call = dataclasses.replace(
             self,
-            program=Program(pushforward_program(jaxpr, wrt, has_tangent, order), self.program.num_params),
-            avals=(*avals[:num_operands], *picked(wrt, avals[:num_operands])),
+            program=Program(program, self.program.num_params),
+            avals=(*operand_avals, *tangent_avals),
             operands=(*self.operands, *tangent_operands),
             examples=self.examples | tangents_of_examples,
-            targets=(*self.targets, *picked(with_tangent, self.targets)),
-            target_avals=(*self.target_avals, *picked(with_tangent, self.target_avals)),
+            targets=(*self.targets, *target_tangents),
+            target_avals=(*self.target_avals, *target_tangent_avals),
             part=f"pushforward of {self.part}",
             residuals=range(0),
+            cotangents=range(0),
             returns_copies=False,
             constant_results=frozenset(),
             adjoint=None,
@@ -223,23 +240,59 @@ class RegionCall(ProgramCall):
         if self.adjoint is not None and self.adjoint.takes(linear):
             return self.adjoint.backward(live)
         known = others(linear, range(len(linear)))  # the operands that stay operands
+        known_operands = others(linear, self.operands)
+        known_avals = others(linear, self.avals)
         num_params = sum(i < self.program.num_params for i in known)
         cotangents = [self._result_crossing(i) for i in positions_of(live)]
+        cotangent_avals = picked(live, self.result_avals)
+        num_operands = len(known) + len(cotangents)
+        program = transposed_program(self.program.jaxpr, linear, live)
         return dataclasses.replace(
             self,
-            program=Program(transposed_program(self.program.jaxpr, linear, live), num_params),
-            avals=(*others(linear, self.avals), *picked(live, self.result_avals)),
-            operands=(*others(linear, self.operands), *cotangents),
+            program=Program(program, num_params),
+            avals=(*known_avals, *cotangent_avals),
+            operands=(*known_operands, *cotangents),
             examples=_positions_among(known, self.examples),
             targets=tuple(picked(linear, self.operands)),
             target_avals=tuple(picked(linear, self.avals)),
             phase=BACKWARD,
             part=f"transpose of {self.part}",
             residuals=range(0),
+            cotangents=range(len(known), num_operands),
             returns_copies=False,
             constants=_positions_among(known, self.constants),
             constant_results=frozenset(),
             adjoint=None,
+        )
+
+    def adds_in_place(self, position: int) -> bool:
+        """Returns whether backward can add a gradient to a running sum by rows: where a loop over layers stacks it."""
+        if self.phase != BACKWARD or position >= len(self.targets):
+            return False
+        # On stages each place adds the rows of its own layers, in another order.
+        if self.region.degree == 1 or degree(self.region.mesh, PIPE) > 1:
+            return False
+        shard = resolved(self.targets[position]).shard
+        if shard is None or shard.pieces or shard.placement.on_host:
+            return False
+        return stacked_by_loop(self.program.jaxpr.jaxpr, position) is not None
+
+    def with_sums(self, sums: Mapping[int, ShapedArray]) -> "RegionCall":
+        """Returns the call that adds some of its gradients to running sums, which are its last operands.
+
+        Args:
+            sums: the types of the sums, by the position of the gradient.
+        """
+        target_avals = list(self.target_avals)
+        for position, aval in sums.items():
+            target_avals[position] = aval
+        entering = of_tangents(at_positions(self.targets, sums))
+        return dataclasses.replace(
+            self,
+            program=SummingProgram(self.program, sums),
+            avals=(*self.avals, *sums.values()),
+            operands=(*self.operands, *entering),
+            target_avals=tuple(target_avals),
         )
 
     def copies_of(
@@ -277,17 +330,24 @@ class RegionCall(ProgramCall):
         operands = self._operands_over(over, is_mapped, is_batch=is_batch)
         jaxpr, is_mapped_result = mapped_program(self.program.jaxpr, size, is_mapped)
         # An operand that is not mapped stays as it is stored, which may be padded. A mapped one enters without padding.
-        avals = merged(is_mapped, picked(is_mapped, jaxpr.in_avals), others(is_mapped, self.avals))
+        mapped_avals = picked(is_mapped, jaxpr.in_avals)
+        other_avals = others(is_mapped, self.avals)
+        avals = merged(is_mapped, mapped_avals, other_avals)
         # A gradient for each row is not stored like its parameter.
         has_target = not any(is_mapped_result[: len(self.targets)])
+        targets: tuple[AnyCrossing, ...] = ()
+        target_avals: tuple[ShapedArray, ...] = ()
+        if has_target:
+            targets = self.targets
+            target_avals = self.target_avals
         call = dataclasses.replace(
             self,
             region=over,
             program=Program(jaxpr, self.program.num_params, remat=self.program.remat),
             avals=tuple(avals),
             operands=tuple(operands),
-            targets=self.targets if has_target else (),
-            target_avals=self.target_avals if has_target else (),
+            targets=targets,
+            target_avals=target_avals,
             residuals=range(0),
             adjoint=None,  # it is that of the program before it was mapped
         )
@@ -437,15 +497,22 @@ class RegionAdjoint(Adjoint):
         results = results_of(self.forward.leaving, range(num_results))
         residuals = results_of(self.forward.leaving, range(num_results, num_results + len(gradient.kept)))
         residual_avals = gradient.forward.out_avals[num_results:]
+        cotangents = picked(live_results, results)
+        cotangent_avals = picked(live_results, call.result_avals)
+        num_saved = num_params + len(residuals)
+        program = gradient.backward(live_results)
+        params = call.operands[:num_params]
+        param_avals = self.forward.avals[:num_params]
         return RegionCall(
             call.region,
-            Program(gradient.backward(live_results), num_params),
-            avals=(*self.forward.avals[:num_params], *residual_avals, *picked(live_results, call.result_avals)),
-            operands=(*call.operands[:num_params], *residuals, *picked(live_results, results)),
-            examples=frozenset(range(num_params, num_params + len(residuals))),
+            Program(program, num_params),
+            avals=(*param_avals, *residual_avals, *cotangent_avals),
+            operands=(*params, *residuals, *cotangents),
+            examples=frozenset(range(num_params, num_saved)),
             targets=tuple(picked(gradient.wrt, call.operands)),
             target_avals=tuple(self.diff_avals),
             phase=BACKWARD,
             part=BACKWARD if call.part == FORWARD else f"backward of {call.part}",
+            cotangents=range(num_saved, num_saved + len(cotangents)),
             constants=self.copied_residuals,
         )

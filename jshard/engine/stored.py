@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -31,6 +32,27 @@ def shard_dim(x: jax.Array, placement: Placement) -> int | None:
         return None
     dim = x.ndim + from_end
     return dim if dim >= 0 else None
+
+
+def with_shard_dim_first(x: jax.Array, placement: Placement) -> jax.Array:
+    """Returns an array whose sharded dim is moved to the front; one that is not sharded as it is.
+
+    A reduce-scatter takes parts that are contiguous in memory, and the compiler gives its operand a layout in which
+    they are. Barriers and loops hold arrays in the order of their dims: behind one of them that layout is a copy. With
+    the sharded dim in front the product writes the gradient in the order in which it is sent.
+    """
+    dim = shard_dim(x, placement)
+    if dim is None:
+        return x
+    return jnp.moveaxis(x, dim, 0)
+
+
+def with_shard_dim_in_place(x: jax.Array, placement: Placement) -> jax.Array:
+    """Returns an array of `with_shard_dim_first` with its dims in their own order."""
+    dim = shard_dim(x, placement)
+    if dim is None:
+        return x
+    return jnp.moveaxis(x, 0, dim)
 
 
 def num_layer_dims(x: jax.Array, placement: Placement) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -75,6 +76,8 @@ class UnitCall(ProgramCall):
         num_kept: how many gathered parameters are copies: the last results of forward, the last operands of backward,
             which then uses only the types of its first operands.
     """
+
+    saves_operands_themselves: ClassVar[bool] = True
 
     program: Program
     jaxpr: ClosedJaxpr

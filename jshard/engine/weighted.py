@@ -29,7 +29,7 @@ class WeightedMean:
         total: the sum, such as `(losses * mask).sum()`.
         weight: what it is divided by, such as `mask.sum()`. It has no gradient.
 
-    Example:
+    Examples:
         >>> def loss_fn(model, inputs, targets, mask):
         ...     losses = optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets)
         ...     return js.WeightedMean((losses * mask).sum(), mask.sum())

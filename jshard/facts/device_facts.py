@@ -64,7 +64,7 @@ class Reached:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds(Reached):
-    """A share of which no measurement is published: only `least` and `most` count.
+    """A share of which it is not published what kernels sustain: only `least` and `most` count.
 
     `stated` is between them, so that configurations can be compared. Reports do not show it.
     """
@@ -92,6 +92,8 @@ class DeviceFacts:
     target: GpuTarget | None = None  # for the GPU compiler; None for a TPU, whose compiler knows its devices
     spec: str = ""  # XLA's source of it
     dims: int = 0  # extents of a TPU slice: 2 for a torus in a plane, 3 in space; 0 for a GPU
+    devices_per_chip: int = 1  # JAX counts the two chiplets of a TPU7x as devices
+    chip_config: str = ""  # libtpu's name of the way in which a chip's cores are one device; empty for its default
     # Sources of numbers that differ from the table's.
     stated_in: Mapping[str, str] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
@@ -106,6 +108,11 @@ class DeviceFacts:
         if self.target is None:
             return "tpu"
         return "rocm" if isinstance(self.target, AmdTarget) else "cuda"
+
+    @property
+    def torus_links(self) -> int:
+        """The ICI links of a device, two along each dimension of the torus for a chip; 0 for a GPU."""
+        return 2 * self.dims // self.devices_per_chip
 
     @property
     def hosts_share_links(self) -> bool:
@@ -126,10 +133,11 @@ class DeviceFacts:
         return sources | dict(self.stated_in)
 
     def _tpu_sources(self) -> dict[str, str]:
+        share = "" if self.devices_per_chip == 1 else f", 1/{self.devices_per_chip} of it"
         return {
-            "flops_per_s": f"{self.sheet}: peak compute per chip (bf16)",
+            "flops_per_s": f"{self.sheet}: peak compute per chip (bf16){share}",
             "hbm_bytes": f"libtpu's own count, as in its message `Used ...G of {self.hbm_bytes / GIB:g}G hbm`",
-            "hbm_bytes_per_s": f"{self.sheet}: HBM bandwidth per chip",
+            "hbm_bytes_per_s": f"{self.sheet}: HBM bandwidth per chip{share}",
             "fast_group": f"{self.sheet}: chips of a pod",
         }
 

@@ -103,7 +103,7 @@ def read_device(path: Path) -> DeviceFacts:
     Raises:
         ShardingError: the file does not exist, or has a value that no device can have.
 
-    Example:
+    Examples:
         >>> # h20.toml
         >>> like = "h200"
         >>> title = "NVIDIA H20, 96 GB"

@@ -53,12 +53,14 @@ _MATMUL_MI300X = Reached(
     source="rocm.blogs.amd.com, Measuring Max-Achievable FLOPs, part 2: 708 of 1307 TFLOP/s;"
     " ml-engineering, compute/accelerator: at most 668.4",
 )
-# A run does not compute faster than its products, and no product faster than the peak.
+# What products sustain is not published. A run does not compute faster than its products, and no product faster than
+# the fastest one that was measured.
 _MATMUL_MI250X = Bounds(
     least=38,
-    stated=69,
-    most=100,
-    source="no source; bounds: arXiv 2312.12705, abstract, has 38.38 % of the peak for whole steps on Frontier",
+    stated=57,
+    most=77,
+    source="bounds: arXiv 2312.12705, abstract, has 38.38 % of the peak for whole steps on Frontier;"
+    " ml-engineering @359ee1c, compute/accelerator: at most 147.0 of 191.5 TFLOP/s on one die",
 )
 _MATMUL_TPU = Reached(
     least=89,
@@ -288,36 +290,49 @@ def _tpu(
     ici_links: str,
     network_gb_per_s: float,
     network: str,
+    title: str = "",
+    fp8_flops_per_s: float = 0.0,
+    devices_per_chip: int = 1,
+    chip_config: str = "",
 ) -> DeviceFacts:
-    """Returns the record of a TPU chip.
+    """Returns the record of a TPU chip, or of the part of one that JAX counts as a device.
 
     Args:
         name: as in a topology, and in the address of Google's page.
-        kind: pattern of what follows "TPU " in the runtime's name.
+        kind: pattern of the end of the runtime's name.
         bf16_flops_per_s: peak of matrix products.
         hbm_gib: memory for programs, by libtpu's count.
         hbm_gb_per_s: its bandwidth.
         chips_of_pod: the most chips joined by ICI.
         slice_dims: 2 for a torus in a plane, 3 in space.
-        ici_gb_per_s: of all ICI links of a chip together, one way.
+        ici_gb_per_s: of all ICI links of a device together, one way.
         ici_links: their number, as a word.
-        network_gb_per_s: a chip's share of the data-center network.
+        network_gb_per_s: a device's share of the data-center network.
         network: what that is a share of.
+        title: the full name, if it is not that of a chip.
+        fp8_flops_per_s: peak of products in fp8; 0 without units for it.
+        devices_per_chip: as in `DeviceFacts`.
+        chip_config: as in `DeviceFacts`.
     """
+    flops_per_s = {"bf16": bf16_flops_per_s, "f32": bf16_flops_per_s}
+    if fp8_flops_per_s:
+        flops_per_s["fp8"] = fp8_flops_per_s
     return DeviceFacts(
         name=name,
-        title=f"Cloud TPU {name}",
+        title=title or f"Cloud TPU {name}",
         kind=rf"\b{kind}$",
-        flops_per_s={"bf16": bf16_flops_per_s, "f32": bf16_flops_per_s},
+        flops_per_s=flops_per_s,
         hbm_bytes=int(hbm_gib * GIB),
         hbm_bytes_per_s=hbm_gb_per_s * GIGA,
         fast=DeviceLink(ici_gb_per_s, f"{ici_links} links of a chip", reached_percent=89, least_percent=44),
-        fast_group=chips_of_pod,
+        fast_group=chips_of_pod * devices_per_chip,
         slow=DeviceLink(network_gb_per_s, network, reached_percent=84, least_percent=30),
         matmul=_MATMUL_TPU,
         attention=_ATTENTION_TPU,
         sheet=f"cloud.google.com/tpu/docs/{name}",
         dims=slice_dims,
+        devices_per_chip=devices_per_chip,
+        chip_config=chip_config,
     )
 
 
@@ -432,6 +447,20 @@ _ALL = (
     ),
     # The sources of a TPU's numbers are on Google's page about it, except for `hbm_gib`.
     _tpu(
+        name="v4",
+        kind="v4",
+        bf16_flops_per_s=275e12,
+        hbm_gib=30.75,
+        hbm_gb_per_s=1200,
+        chips_of_pod=4096,
+        slice_dims=3,
+        ici_gb_per_s=270,
+        ici_links="jax-ml/scaling-book, TPUs: 45 on each of six",
+        network_gb_per_s=6.25,
+        network="jax-ml/scaling-book, TPUs: 25 GB/s for a host of four chips",
+        chip_config="megacore",
+    ),
+    _tpu(
         name="v5e",
         kind="v5 ?(lite|e)",
         bf16_flops_per_s=197e12,
@@ -469,6 +498,23 @@ _ALL = (
         ici_links="four",
         network_gb_per_s=12.5,
         network="25.6 Tb/s for a pod of 256 chips",
+    ),
+    # A chip has two chiplets, and JAX counts each of them as a device: with half of the chip's memory and links.
+    _tpu(
+        name="tpu7x",
+        title="Cloud TPU7x, one of two chiplets",
+        kind="TPU ?7x",
+        bf16_flops_per_s=2307e12 / 2,
+        fp8_flops_per_s=4614e12 / 2,
+        hbm_gib=94.74,
+        hbm_gb_per_s=7380 / 2,
+        chips_of_pod=9216,
+        slice_dims=3,
+        ici_gb_per_s=300,
+        ici_links="half of a chip's 1200 GB/s both ways, for two devices; six",
+        network_gb_per_s=6.25,
+        network="100 Gb/s for a chip of two devices",
+        devices_per_chip=2,
     ),
 )
 DEVICES: Mapping[str, DeviceFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
@@ -529,7 +575,6 @@ _PEAKS_ONLY = (
     _PeakOnly(r"\bL40S\b", 362.05e12, "L40S data sheet"),
     _PeakOnly(r"\bV100-SXM2\b", 125e12, "V100 data sheet"),
     _PeakOnly(r"\bV100-PCIE\b", 112e12, "V100 data sheet"),
-    _PeakOnly(r"\bTPU v4$", 275e12, "Cloud TPU v4 page"),
 )
 
 
@@ -541,7 +586,7 @@ def device_of(kind: str) -> DeviceFacts | None:
     Returns:
         Its record; None if the device is unknown.
 
-    Example:
+    Examples:
         >>> device_of("NVIDIA A100-SXM4-40GB").name
         'a100-40'
     """

@@ -32,7 +32,7 @@ _GUIDE = "CUDA C++ Programming Guide, technical specifications per compute capab
 class GpuFacts:
     """The limits of one kind of GPU that decide which thread blocks run side by side.
 
-    Example:
+    Examples:
         >>> gpu("h200").smem_per_block_bytes // 1024
         227
     """
@@ -163,7 +163,8 @@ def _unknown(name: str, words: list[str], smaller: list[str]) -> OccupancyError:
     """Returns the error for a name that is unknown, or whose words in `smaller` mean fewer multiprocessors."""
     near = [known for word in words for known in difflib.get_close_matches(word, GPUS, n=1)]
     base = near[0] if near else "h200"
-    why = f"the GPUs are {', '.join(GPUS)}."
+    amd_names = [device.name for device in DEVICES.values() if device.compiler == "rocm"]
+    why = f"the GPUs are {', '.join(GPUS)}; with --gpu also AMD's {', '.join(amd_names)}."
     do = f'dataclasses.replace(gpu("{base}"), num_sms=...), with the numbers of the GPU.'
     if smaller:
         why = f"{_SMALLER[smaller[0]]} has fewer multiprocessors than the GPU of that name.\n{why}"

@@ -41,7 +41,7 @@ def gather(state: PyTree, *, where: Where = "host") -> PyTree:
     Raises:
         CheckpointError: `where` is another text, or an array is deleted, as after a step that donates it.
 
-    Example:
+    Examples:
         >>> values = js.gather(model)
         >>> jax.tree.map(np.shape, values.pop("head"))
         {'kernel': (64, 8)}

@@ -56,7 +56,7 @@ def load(
     Raises:
         CheckpointError: the leaves do not match, or no process has values.
 
-    Example:
+    Examples:
         >>> values = js.gather(model)
         >>> model = js.load(model, values)
         >>> head = js.load(model.head, values.pop("head"))

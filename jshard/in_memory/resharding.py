@@ -78,7 +78,7 @@ def reshard(
         CheckpointError: the leaves do not match, an array is deleted, or this process has no device of either mesh.
         AnnotationError: as `target`, which annotates the model, raises.
 
-    Example:
+    Examples:
         >>> served = js.reshard(model, annotate)
     """
     operation, live = _operation(state, target, names=names, only=only, rename=rename, missing=missing, extra=extra)
@@ -142,7 +142,7 @@ def reshard_plan(state: PyTree, target: Target, *, names: Names | None = None, *
     Raises:
         CheckpointError: as by `js.reshard`.
 
-    Example:
+    Examples:
         >>> print(js.reshard_plan(model, annotate))
     """
     operation, live = _operation(state, target, names=names, **options)

@@ -2,8 +2,7 @@
 
 import collections
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +11,21 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._types import PyTree
-from jshard.api.revise import repeated_layers, revise_layers
+from jshard.api.revise import repeated_layers
 from jshard.engine.context import shapes_only, without_update
 from jshard.engine.layer_stacks import as_traced
-from jshard.plans.mesh import region_degree
+from jshard.inspect.live_values import LiveBytes
+from jshard.inspect.partitioned import ArrayForm, shares_over_tensor
+from jshard.inspect.traced_loss import loss_of_parameters
+from jshard.inspect.traced_program import bytes_of
+from jshard.inspect.traced_step import traced_step
+from jshard.plans.mesh import TENSOR, region_degree
 from jshard.plans.placement import Selection
 from jshard.plans.plan import plan as make_plan
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of
+
+_NOTHING = LiveBytes(0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +36,19 @@ class Activations:
     # parameters that are kept for backward.
     saved_bytes: int
     outside_bytes: int  # the part that no layer saves: for the head and the loss
-    recomputed_bytes: int  # what backward computes again of one layer, under its remat policy
-    # Saved in host memory, and not included above, except that `recomputed_bytes` counts the part fetched for a layer.
-    offloaded_bytes: int = 0
+    offloaded_bytes: int = 0  # saved in host memory, and not included above
+    live: LiveBytes = _NOTHING  # the most at one time, with what is computed from what is saved
 
 
 class SavedArray(NamedTuple):
     """A saved array; equal ones are counted together."""
 
-    form: str  # dtype and shape
+    form: ArrayForm
+    dtype: str
     bytes: int  # on one device
     rows: int  # size of the first dim of several, else 0
     on_host: bool = False
+    over_tensor: float = 0.0  # the share of equal ones that the devices along `tensor` split
 
 
 Saved = collections.Counter[SavedArray]
@@ -51,29 +58,21 @@ Saved = collections.Counter[SavedArray]
 def activations(
     model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Selection = nnx.Param
 ) -> Activations:
-    """Traces the loss of a model, and finds the saved arrays."""
+    """Traces the loss of a model and its gradient, and finds the saved arrays and what is live at once."""
+    live = traced_step(model, loss, batch, wrt=wrt).live
     saved = saved_arrays(model, loss, batch, wrt=wrt)
     # Of the trace that is just done: on stages a place has some of the layers.
     stages = as_traced(make_plan(model, wrt=wrt)).stages
-    without_remat = saved
-    layers = repeated_layers(model)
-    if any(unit_of(module).policy.remat != "none" for module in layers):  # type: ignore[union-attr]
-        plain = nnx.merge(*nnx.split(model))
-        revise_layers(plain, {"remat": "none"})
-        without_remat = saved_arrays(plain, loss, batch, wrt=wrt)
-    if stages:
-        return summed(saved, without_remat, stages.depths, num_runs=stages.num_layer_runs)
-    return summed(saved, without_remat, layers.values())
+    depths = stages.depths if stages else repeated_layers(model).values()
+    return dataclasses.replace(summed(saved, depths), live=live)
 
 
-def summed(saved: Saved, without_remat: Saved, depths: Collection[int], *, num_runs: int | None = None) -> Activations:
+def summed(saved: Saved, depths: Collection[int]) -> Activations:
     """Returns the sums of saved arrays.
 
     Args:
         saved: the arrays.
-        without_remat: those that would be saved if no layer were recomputed.
         depths: the lengths of the model's lists of layers, as far as a device has them.
-        num_runs: how often a device runs a layer in forward; by default once for each.
     """
     saved_bytes = 0
     outside_bytes = 0
@@ -85,13 +84,46 @@ def summed(saved: Saved, without_remat: Saved, depths: Collection[int], *, num_r
         saved_bytes += count * array.bytes
         if not _is_of_layers(count, array.rows, depths):
             outside_bytes += count * array.bytes
-    num_runs = num_runs or max(1, sum(depths))
-    recomputed_bytes = max(0, _total_bytes(without_remat) - saved_bytes) // num_runs
-    return Activations(saved_bytes, outside_bytes, recomputed_bytes, offloaded_bytes)
+    return Activations(saved_bytes, outside_bytes, offloaded_bytes)
 
 
-def _total_bytes(saved: Saved) -> int:
-    return sum(count * array.bytes for array, count in saved.items())
+def over_tensor(saved: Saved, *, traced_degree: int, degree: int) -> Saved:
+    """Returns the arrays of a device for another degree of the axis `tensor`: it has other parts of some.
+
+    Args:
+        saved: the arrays, of one degree.
+        traced_degree: that degree.
+        degree: the other one.
+    """
+    result: Saved = collections.Counter()
+    for array, count in saved.items():
+        whole_bytes = array.bytes / _kept_part(array.over_tensor, traced_degree)
+        result[array._replace(bytes=int(whole_bytes * _kept_part(array.over_tensor, degree)))] += count
+    return result
+
+
+def size_of_part(aval: Any, *, shares: Mapping[ArrayForm, float], degree: int) -> float:
+    """Returns the bytes of a value on one device along `tensor`.
+
+    Args:
+        aval: its type.
+        shares: which share of the values of each form is split.
+        degree: of the axis.
+    """
+    num_bytes = bytes_of(aval)
+    if not num_bytes:
+        return 0.0
+    form = ArrayForm(aval.dtype.itemsize, tuple(aval.shape))
+    share = shares.get(form)
+    if share is None:  # as a value of the same shape and another dtype
+        alike = [other for known, other in shares.items() if known.shape == form.shape]
+        share = max(alike, default=0.0)
+    return num_bytes * _kept_part(share, degree)
+
+
+def _kept_part(share: float, degree: int) -> float:
+    """Returns which part of some arrays a device of the axis `tensor` has, if the devices split a share of them."""
+    return 1 - share + share / degree
 
 
 def _is_of_layers(count: int, rows: int, depths: Collection[int]) -> bool:
@@ -112,29 +144,68 @@ def saved_arrays(model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, 
     unit = unit_of(model)
     if unit is None:
         raise root_forgotten(model)
-    arguments = batch if isinstance(batch, tuple) else (batch,)
-    graphdef, params, rest = nnx.split(model, wrt, ...)
-
-    def forward(params: PyTree, rest: PyTree, arguments: tuple) -> tuple[PyTree, Callable]:
-        # Copied: state that the model changes as it runs, such as dropout's counts, belongs to the inner trace.
-        return jax.vjp(lambda params: loss(nnx.merge(graphdef, params, rest, copy=True), *arguments), params)
-
-    # The function that `jax.vjp` returns is a pytree of what it has saved, so these are results of the program.
+    forward, arguments = _forward_pass(model, loss, batch, wrt)
     with shapes_only(), without_update():
-        jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
+        program = jax.make_jaxpr(forward)(*arguments)
+    tensor = dict(unit.mesh.shape).get(TENSOR, 1)
+    shares: Mapping[ArrayForm, float] = {}
+    if tensor > 1:
+        # Of another function: one that it knows JAX does not trace again, though for another device.
+        forward, arguments = _forward_pass(model, loss, batch, wrt)
+        shares = shares_over_tensor(forward, arguments, unit.mesh)
     saved: Saved = collections.Counter()
+    for array in _saved_arrays(program.jaxpr, region_degree(unit.mesh)):
+        share = _share_of(array.form, shares)
+        num_bytes = int(array.bytes * _kept_part(share, tensor))
+        saved[array._replace(bytes=num_bytes, over_tensor=share)] += 1
+    return saved
+
+
+def _share_of(form: ArrayForm, shares: Mapping[ArrayForm, float]) -> float:
+    """Returns which share of the arrays of a form is split over `tensor`.
+
+    The plain operations in the place of a kernel may take the sequence in parts. Then an array is like those that have
+    its last two dims: heads, and the elements of a head.
+    """
+    if form in shares or len(form.shape) < 3:
+        return shares.get(form, 0.0)
+    alike = []
+    for other, share in shares.items():
+        if len(other.shape) == len(form.shape) and other.shape[-2:] == form.shape[-2:]:
+            alike.append(share)
+    return sum(alike) / len(alike) if alike else 0.0
+
+
+def _forward_pass(
+    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, wrt: Selection
+) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
+    """Returns a function whose results are what a forward pass saves, and its arguments."""
+    loss_of, arguments = loss_of_parameters(model, loss, batch, wrt)
+
+    def forward(params: PyTree, rest: PyTree, of_batch: tuple[PyTree, ...]) -> tuple[PyTree, Callable]:
+        # The function that `jax.vjp` returns is a pytree of what it has saved, so these are results of the program.
+        return jax.vjp(lambda params: loss_of(params, rest, of_batch), params)
+
+    return forward, arguments
+
+
+def _saved_arrays(jaxpr: jex.Jaxpr, num_shards: int) -> Iterator[SavedArray]:
+    """Yields what a forward pass saves, each array once: results of its regions, and of what is between them.
+
+    Args:
+        jaxpr: the forward pass.
+        num_shards: over which arrays outside of regions are split.
+    """
     known = _ids(jaxpr.invars)
     for eqn in jaxpr.eqns:
         regions = list(_regions(eqn))
         for region in regions:
-            saved.update(_saved_arrays(region.outvars, known=_ids(region.invars), num_shards=1))
+            yield from _new_arrays(region.outvars, known=_ids(region.invars), num_shards=1)
         is_placed_input = eqn.primitive.name == "sharding_constraint" and id(eqn.invars[0]) in known
         if regions or is_placed_input:
             known |= _ids(eqn.outvars)  # already counted; or a parameter that is never gathered
     # Outside of regions, shapes are those of all devices.
-    num_shards = region_degree(unit.mesh)
-    saved.update(_saved_arrays(jaxpr.outvars, known=known, num_shards=num_shards))
-    return saved
+    yield from _new_arrays(jaxpr.outvars, known=known, num_shards=num_shards)
 
 
 def _ids(variables: Iterable[jex.Var | jex.Literal]) -> set[int]:
@@ -151,7 +222,7 @@ def _regions(eqn: jex.JaxprEqn) -> Iterator[jex.Jaxpr]:
                 yield from _regions(nested)
 
 
-def _saved_arrays(
+def _new_arrays(
     variables: Iterable[jex.Var | jex.Literal], *, known: set[int], num_shards: int
 ) -> Iterator[SavedArray]:
     """Yields the outputs of a program that are not known already, each once."""
@@ -164,7 +235,7 @@ def _saved_arrays(
 
 def _saved_array(aval: Any, num_shards: int) -> SavedArray:
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
-        return SavedArray("key", 0, 0)  # random keys
+        return SavedArray(ArrayForm(0, ()), "key", 0, 0)  # random keys
     rows = aval.shape[0] if len(aval.shape) > 1 else 0
-    num_bytes = math.prod(aval.shape) * aval.dtype.itemsize // num_shards
-    return SavedArray(f"{aval.dtype}{aval.shape}", num_bytes, rows, _compat.on_host(aval))
+    form = ArrayForm(aval.dtype.itemsize, tuple(aval.shape))
+    return SavedArray(form, str(aval.dtype), form.bytes // num_shards, rows, _compat.on_host(aval))

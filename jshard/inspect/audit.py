@@ -17,7 +17,7 @@ from rich.text import Text
 from jshard._text import human_bytes
 from jshard.engine.layer_stacks import as_traced
 from jshard.errors import ShardingError
-from jshard.inspect.communication import Difference, differences, without_mixing
+from jshard.inspect.communication import CPU, TPU, Difference, differences, without_mixing
 from jshard.inspect.compiled_traffic import Total, TrafficRow, rows_of, total_of
 from jshard.inspect.hlo import Schedule, Window
 from jshard.inspect.hlo.collectives import KINDS
@@ -31,6 +31,8 @@ from jshard.plans.plan import plan as make_plan
 # The layouts of the program's arguments.
 _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's
+
+_TILES_OF_TPU = ":T("  # in the layouts of arrays: only a TPU's are tiled
 
 _SHOWN = 10  # exposed collectives in a report
 
@@ -89,11 +91,12 @@ class Audit(Printed):
     plan: ShardPlan | None = None  # of the model; None if none was given
     memory: CompiledMemory | None = None  # of one device; None if only a text was given
     differences: tuple[Difference, ...] = ()  # between program and plan; empty without a plan
-    notes: tuple[Difference, ...] = ()  # differences from the plan that are specific to XLA:CPU
+    # Differences from the plan that the compiler is known for: XLA:CPU, or that of TPUs.
+    notes: tuple[Difference, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the program communicates as planned, except for differences specific to XLA:CPU: see `notes`."""
+        """Whether the program communicates as planned, except for known forms of its compiler: see `notes`."""
         return not self.differences
 
     @property
@@ -194,7 +197,7 @@ def audit(
     Raises:
         ProgramError: the program has communication that cannot be interpreted, or none at all.
 
-    Example:
+    Examples:
         >>> lowered = nnx.jit(nnx.value_and_grad(loss_fn)).lower(model, x).lowered
         >>> print(js.audit(lowered, model=model))
     """
@@ -211,7 +214,7 @@ def audit(
     of_any_compiler: list[Difference] = []
     notes: list[Difference] = []
     for difference in _differences(program, schedule, plan, accumulate=accumulate, sync=sync):
-        if difference.by_cpu:
+        if difference.by_compiler:
             notes.append(difference)
         else:
             of_any_compiler.append(difference)
@@ -221,9 +224,16 @@ def audit(
 def _differences(
     program: jax.stages.Compiled | str, schedule: Schedule, plan: ShardPlan, *, accumulate: int, sync: str
 ) -> tuple[Difference, ...]:
-    """Returns the differences of a program from its plan, those that are specific to XLA:CPU included."""
-    on_cpu = isinstance(program, jax.stages.Compiled) and _platform(program) == "cpu"
-    from_plan = differences(schedule.windows, plan, accumulate=accumulate, sync=sync, on_cpu=on_cpu)
+    """Returns the differences of a program from its plan, those that its compiler is known for included."""
+    platform = _known_platform(program)
+    from_plan = differences(
+        schedule.windows,
+        plan,
+        accumulate=accumulate,
+        sync=sync,
+        platform=platform,
+        num_slices=schedule.num_slices,
+    )
     return from_plan + _host_differences(program, plan)
 
 
@@ -259,6 +269,14 @@ def _host_arguments_bytes(text: str) -> int:
             size *= int(dim) if dim else 1  # a scalar has no dims
         total_bytes += size
     return total_bytes
+
+
+def _known_platform(program: jax.stages.Compiled | str) -> str:
+    """Returns the platform of a program whose compiler has forms of its own; empty for others, and if unknown."""
+    if isinstance(program, str):
+        return TPU if _TILES_OF_TPU in program else ""
+    platform = _platform(program)
+    return platform if platform in (CPU, TPU) else ""
 
 
 def _platform(program: jax.stages.Compiled) -> str | None:
@@ -416,7 +434,7 @@ def _plan_lines(audit: Audit) -> list[str]:
         return ["There is no plan to compare with."]
     lines = []
     if audit.notes:
-        lines += _titled("Differs from the plan on CPU only:", audit.notes)
+        lines += _titled("Differs from the plan in ways of this platform's compiler:", audit.notes)
     if audit.ok:
         return [*lines, "Communicates as planned."]
     return lines + _titled("Differs from the plan:", audit.differences)

@@ -104,7 +104,7 @@ def check(
         CallError: a difference is larger than `tolerance`; or a dtype differs, and no policy of the model asks for
             that.
 
-    Example:
+    Examples:
         >>> report = js.check(model, x)
     """
     if annotation_of(model) is not None:

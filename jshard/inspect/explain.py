@@ -69,7 +69,7 @@ def explain(
     Raises:
         AnnotationError: the root of the model is not annotated.
 
-    Example:
+    Examples:
         >>> print(js.explain(model, optimizer=optax.adamw(3e-4)))
     """
     plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else make_plan(model_or_plan, wrt=wrt)
@@ -92,8 +92,9 @@ def explain(
     saved = None
     if loss_fn is not None and batch is not None:
         saved = activations(model, loss_fn, batch, wrt=wrt)
-        # That was a call of the model: it may be the first to show its loops on stages.
-        plan = dataclasses.replace(plan, stages=as_traced(annotated).stages)
+        # That was a call of the model: it may be the first to show its loops on stages, and to choose what they keep.
+        traced = as_traced(annotated)
+        plan = dataclasses.replace(plan, units=traced.units, stages=traced.stages)
     memory = memory_of(plan, optimizer=optimizer)
     if saved is not None:
         memory = memory.with_activations(saved)

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.tree_util import KeyPath
 
+from jshard._text import name_pattern
 from jshard._types import PyTree
 from jshard.inspect.activations import Activations
 from jshard.inspect.communication.staged import paths_gathered_on_stages, paths_reduced_on_stages
@@ -21,10 +22,6 @@ from jshard.plans.model_axes import degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.state_places import StatePlaces
-
-# Both are fitted to programs that XLA compiled for GPUs: docs/planning.md.
-_HEAD_GRADIENTS = 0.05  # gradients of values saved by the head and the loss, as a share of these values
-_RECOMPUTED_AT_ONCE = 0.85  # share of a layer's recomputed values that is live at once
 
 _STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # added by nnx.Optimizer
 _KEY_BYTES = 8  # of a random key
@@ -53,25 +50,35 @@ class Memory:
     # bound, count as zero.
     prefetched_bytes: int
     largest_gradient_bytes: int  # the largest gradient of one unit before it is reduced
-    layer_gradient_bytes: int  # the same for units inside the root
+    layer_gradient_bytes: int  # the same for layers: units that there are several of, or stacks of them
     activations_bytes: int | None = None  # what autodiff saves for backward; None if it was not estimated
-    outside_bytes: int = 0  # the part that only the head and the loss save; with copies that they keep
-    recomputed_bytes: int = 0  # what backward computes again of one layer, under its remat policy
+    # The most that activations, and what is computed from them, take at once: at the head, or wherever no layer
+    # computes, and while a layer computes.
+    live_outside_bytes: int = 0
+    live_in_layers_bytes: int = 0
+    sums_bytes: int = 0  # sums of gradients, from the first of several microbatches on
     host_parameters_bytes: int = 0  # parameters in host memory, a device's part of them
     host_gradients_bytes: int = 0  # gradients, of those that are trained
     host_optimizer_bytes: int = 0  # optimizer state
     averages_bytes: int = 0  # averages of the weights that a run keeps
     host_averages_bytes: int = 0  # those in host memory
+    unstacked_gradients_bytes: int = 0  # of the gradients, those of parameters that no loop over layers has
     host_activations_bytes: int = 0  # saved by autodiff. All figures above are of the device's own memory.
     stages: StagesMemory | None = None  # of a loop on pipeline stages; the units in it are in no figure of units above
 
-    def with_activations(self, activations: Activations) -> "Memory":
-        """Returns the memory with the values that a traced program saves; kept copies are already counted as such."""
+    def with_activations(self, activations: Activations, *, num_microbatches: int = 1) -> "Memory":
+        """Returns the memory with the values of a traced program; kept copies are already counted as such.
+
+        Args:
+            activations: what it saves, and what is live at once.
+            num_microbatches: whose gradients are added.
+        """
         return dataclasses.replace(
             self,
             activations_bytes=max(0, activations.saved_bytes - self.kept_bytes),
-            outside_bytes=activations.outside_bytes,
-            recomputed_bytes=activations.recomputed_bytes,
+            live_outside_bytes=round(activations.live.outside),
+            live_in_layers_bytes=round(activations.live.in_layers),
+            sums_bytes=self.unstacked_gradients_bytes if num_microbatches > 1 else 0,
             host_activations_bytes=activations.offloaded_bytes,
         )
 
@@ -90,19 +97,18 @@ class Memory:
     def step_bytes(self) -> int:
         """The peak memory of a device in a step, as far as it is estimated.
 
-        The peak is where backward begins, at the head, or where it computes a layer, whichever is larger.
+        The peak is where backward begins, at the head, or where it computes a layer, whichever is larger. Of one
+        microbatch there are no gradients yet at the head.
         """
-        standing = self.held_bytes + self.gradients_bytes
         gathered = self.largest_unit_bytes + self.prefetched_bytes
         on_stages = self.stages.total_bytes if self.stages is not None else 0
+        standing = self.held_bytes + self.kept_bytes
         if self.activations_bytes is None:
-            return standing + self.kept_bytes + max(gathered + self.largest_gradient_bytes, on_stages)
-        saved = self.kept_bytes + self.activations_bytes
-        at_head = saved + int(_HEAD_GRADIENTS * self.outside_bytes)
-        recomputed = int(_RECOMPUTED_AT_ONCE * self.recomputed_bytes)
+            return standing + self.gradients_bytes + max(gathered + self.largest_gradient_bytes, on_stages)
+        at_head = standing + self.sums_bytes + self.live_outside_bytes
         beside_layer = max(gathered + self.layer_gradient_bytes, on_stages)
-        in_layer = saved - self.outside_bytes + recomputed + beside_layer
-        return standing + max(at_head, in_layer)
+        in_layer = standing + self.gradients_bytes + self.live_in_layers_bytes + beside_layer
+        return max(at_head, in_layer)
 
 
 def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memory:
@@ -122,6 +128,7 @@ def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memo
     return Memory(
         parameters_bytes=parameter_bytes(plan, on_host=False),
         gradients_bytes=parameter_bytes(plan, on_host=False, trained_only=True),
+        unstacked_gradients_bytes=_unstacked_gradients_bytes(plan),
         optimizer_bytes=state.on_device,
         optimizer=state.origin,
         kept_bytes=total_kept,
@@ -129,7 +136,7 @@ def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memo
         largest_unit_bytes=copies[largest],
         prefetched_bytes=_prefetched_bytes(plan, temporary),
         largest_gradient_bytes=max(gradients),
-        layer_gradient_bytes=max(gradients[1:], default=0),
+        layer_gradient_bytes=_layer_gradient_bytes(plan, gradients),
         host_parameters_bytes=parameter_bytes(plan, on_host=True),
         host_gradients_bytes=parameter_bytes(plan, on_host=True, trained_only=True),
         host_optimizer_bytes=state.on_host,
@@ -149,9 +156,35 @@ def parameter_bytes(plan: ShardPlan, *, on_host: bool, trained_only: bool = Fals
     return stored_bytes(leaves)
 
 
+def _unstacked_gradients_bytes(plan: ShardPlan) -> int:
+    """Returns the bytes of gradients that microbatches do not add to their sum in place, as a loop over layers does."""
+    leaves = []
+    for leaf in plan.leaves:
+        placement = leaf.placement
+        if leaf.trained and placement.layers == 1 and not placement.on_host:
+            leaves.append(leaf)
+    return stored_bytes(leaves)
+
+
 def stored_bytes(leaves: Iterable[LeafPlan]) -> int:
     """Returns the bytes for one device of some parameters, as they are stored."""
     return sum(leaf.placement.bytes_per_device for leaf in leaves)
+
+
+def _layer_gradient_bytes(plan: ShardPlan, gradients: Sequence[int]) -> int:
+    """Returns the largest gradient of a layer; of any unit inside the root, if the model has no layers.
+
+    Args:
+        plan: of the model.
+        gradients: the bytes for each unit.
+    """
+    patterns = [name_pattern(unit.name)[0] for unit in plan.units]
+    of_layers = []
+    for unit, pattern, size in zip(plan.units, patterns, gradients, strict=True):
+        num_layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
+        if num_layers > 1 or patterns.count(pattern) > 1:
+            of_layers.append(size)
+    return max(of_layers or gradients[1:], default=0)
 
 
 # ---- gathered copies

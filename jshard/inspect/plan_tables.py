@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -84,7 +85,8 @@ def headline(plan: ShardPlan) -> str:
 def units_table(plan: ShardPlan) -> FittedTable:
     """Returns the units, and how each is gathered."""
     caption = (
-        "dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one."
+        "dtypes: stored, gathered, reduced; one if equal. kept: of the copy, until backward. ahead: prefetch."
+        " x<n>: figures of one."
     )
     columns = ("unit", "kind??", "parameters>", "per device>", "gathered>", "dtypes", "kept", "ahead?", "remat")
     table = made_table("Units: what is gathered together", *columns, caption=caption)
@@ -108,7 +110,8 @@ def _gathering_cells(plan: ShardPlan, unit: UnitPlan) -> tuple[str, str, str, st
     if not unit.gathered:
         return "never", dtypes, "-", "-", "-"
     gathered = human_bytes(unit_bytes(plan, unit.name))
-    return gathered, dtypes, _part_kept(unit.reshard_after_forward), unit.prefetch, unit.remat
+    remat = f"auto: {unit.remat}" if unit.remat_because else unit.remat
+    return gathered, dtypes, _part_kept(unit.reshard_after_forward), unit.prefetch, remat
 
 
 def _part_kept(reshard: bool | int) -> str:
@@ -121,13 +124,15 @@ def _part_kept(reshard: bool | int) -> str:
 
 
 def _dtypes(leaves: Iterable[LeafPlan]) -> str:
-    """Returns the different dtypes of some parameters: stored, gathered, reduced."""
+    """Returns the different dtypes of some parameters: stored, gathered, reduced; one if these are equal."""
     texts = set()
     for leaf in leaves:
         placement = leaf.placement
         dtypes = [placement.dtype]
         if placement.gathered:  # else it is used as it is stored
             dtypes += [placement.gathered_dtype, placement.reduce_dtype]
+        if len(set(dtypes)) == 1:  # three times the same would take three lines of a narrow table
+            dtypes = dtypes[:1]
         texts.add(", ".join(map(_short, dtypes)))
     return "; ".join(sorted(texts)) or "-"
 
@@ -208,8 +213,9 @@ def memory_table(memory: Memory) -> FittedTable:
         row("activations", memory.activations_bytes, "estimate: saved for backward")
         step = "in a step"
         origin = "estimate: the larger of head and layer"
-    if memory.recomputed_bytes:
-        row("recomputed in a layer", memory.recomputed_bytes, "estimate: by remat")
+        row("live at the head", memory.live_outside_bytes, "estimate: with what is saved until then")
+        if memory.live_in_layers_bytes:
+            row("live while a layer computes", memory.live_in_layers_bytes, "estimate: the same")
     total(step, memory.step_bytes, origin, end_section=bool(memory.host_bytes))
     if memory.host_bytes:
         row("in host memory: parameters", memory.host_parameters_bytes, "plan")
@@ -330,6 +336,7 @@ def notes_on(plan: ShardPlan, others: Sequence[Other], strays: Sequence[str]) ->
     of_own_class = in_own_classes(others)
     not_trained = [other for other in others if other not in of_own_class]
     yield from _stages_not_traced(plan)
+    yield from chosen_remats(plan)
     yield from _never_gathered(plan)
     yield from _unscheduled_stacks(plan)
     yield from _replicated(plan, of_own_class)
@@ -341,6 +348,22 @@ def notes_on(plan: ShardPlan, others: Sequence[Other], strays: Sequence[str]) ->
     if strays:
         yield f"Not placed as planned: {counted(len(strays), 'parameter')}, until the next call"
         yield from _merged(f"  {stray}" for stray in strays)
+
+
+def beyond_the_sums(plan: ShardPlan, others: Sequence[Other]) -> Iterator[str]:
+    """Yields those of `notes_on` that a summary of a plan needs: its sums do not show them, or are without them."""
+    of_own_class = in_own_classes(others)
+    yield from _stages_not_traced(plan)
+    yield from _never_gathered(plan)
+    yield from _unscheduled_stacks(plan)
+    is_distributed = math.prod(degree for _, degree in plan.mesh) > 1
+    if is_distributed and plan.leaves and plan.replicated == plan.leaves:
+        yield from _replicated(plan, [])  # one line, as it is the same for all
+    for kind in dict.fromkeys(other.kind for other in of_own_class):
+        yield f"Replicated: {unsharded_class(kind)}"
+    not_trained = [other for other in others if other not in of_own_class]
+    # The first line has their sum; the others name them.
+    yield from itertools.islice(_not_parameters(not_trained), 1)
 
 
 def in_own_classes(others: Iterable[Other]) -> list[Other]:
@@ -356,6 +379,16 @@ def _stages_not_traced(plan: ShardPlan) -> Iterator[str]:
             f"Stages: loops over units run on the {num_places} places along pipe; all of the above is without them"
             " until the first call of the model"
         )
+
+
+def chosen_remats(plan: ShardPlan) -> Iterator[str]:
+    """Yields the remat policies that traced calls have chosen, and why; those of equal units in one line."""
+    names: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for unit in plan.units:
+        if unit.remat_because:
+            names[unit.remat, unit.remat_because].append(unit.name)
+    for (remat, because), units in names.items():
+        yield f"Remat auto of {', '.join(folded_names(units))}: {remat}; {because}"
 
 
 def _never_gathered(plan: ShardPlan) -> Iterator[str]:

@@ -1,33 +1,21 @@
-"""Timelines of bars in lanes, as a Chrome trace, an HTML page, or a PNG."""
+"""Timelines of bars in lanes, as a Chrome trace or a PNG; `jshard.inspect.timeline_page` draws them as HTML."""
 
+import bisect
 import dataclasses
-import html
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jshard._text import duration
+from jshard._text import counted, duration
 
-_EXPOSED_KIND = "exposed"  # time spent waiting
-_EXPOSED_COLOR = "#d1495b"
-_COLORS = "#3b6ea5 #4aa3c7 #2f9e6e #e09f3e #8e6bbf #7a7a7a #b5838d #5b8c85".split()  # of other kinds, in their order
-_LEAST_SHARE = 1 / 3000  # narrower bars cannot be seen: a page joins them with their neighbours
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; overflow-x: auto; }}
-.lane {{ position: relative; height: 32px; margin: 3px 50px 3px 190px; }} .lane b {{ margin-left: -190px; }}
-.lane u {{ position: absolute; padding-left: 3px; border-left: 1px solid #888; font: 12px sans-serif; color: #555;
-  text-decoration: none; white-space: nowrap; }}
-i {{ position: absolute; top: 0; height: 100%; container-type: inline-size; font: 12px/32px sans-serif; color: #fff; }}
-i span {{ display: block; padding: 0 3px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }}
-@container (max-width: 40px) {{ i span {{ display: none; }} }} .kind {{ white-space: nowrap; }}</style>
-</head><body><h1>{title}</h1>
-<p>{subtitle}</p>
-{timeline}
-<pre>{report}</pre>
-</body></html>
-"""
+EXPOSED = "exposed"
+"""The kind of the bars that mark, over a collective's, the time in which nothing computes."""
+
+PHASES = ("forward", "backward and update", "part", "loop")
+"""The kinds of bars that are no work of their own: parts of a step."""
+
+_NOTHING_S = 1e-12  # what the rounding of sums leaves
+_COLORS = "#3b6ea5 #4aa3c7 #2f9e6e #e09f3e #8e6bbf #7a7a7a #b5838d #5b8c85".split()  # of a PNG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +25,10 @@ class Bar:
     lane: str  # the line in which it is drawn; lanes are in the order of their first bars
     begin_s: float  # seconds from the start of the timeline
     end_s: float  # seconds from the same start
-    kind: str  # the kind of work, such as `matmul` or `all-gather`, which has a colour
+    kind: str  # the kind of work, such as `products` or `all-gather`, which has a colour
     label: str  # written into it, if there is room
     tip: str  # shown when the pointer rests on it, and as its name in a trace
+    detail: str = ""  # more of that, which is no part of the name: its bytes, and how much of it is exposed
 
 
 def last_end_s(bars: Iterable[Bar]) -> float:
@@ -58,6 +47,42 @@ def _phase(name: str, begin_s: float, end_s: float) -> Bar:
     return Bar("phase", begin_s, end_s, name, name, f"{name}: {duration(end_s - begin_s)}")
 
 
+def exposed_bars(flights: Iterable[Bar], waits: Sequence[tuple[float, float]]) -> list[Bar]:
+    """Returns the bars that mark what is exposed of collectives, in the lanes of these.
+
+    Args:
+        flights: the bars of the collectives.
+        waits: begins and ends of the times in which nothing computes for their sake, in order; they do not overlap.
+    """
+    ends_s = [end_s for _, end_s in waits]
+    bars = []
+    for flight in flights:
+        # A step has thousands of both: only the waits within this flight are looked at.
+        for place in range(bisect.bisect_right(ends_s, flight.begin_s), len(waits)):
+            begin_s = max(waits[place][0], flight.begin_s)
+            end_s = min(waits[place][1], flight.end_s)
+            if waits[place][0] >= flight.end_s:
+                break
+            if end_s - begin_s > _NOTHING_S:
+                tip = f"exposed {duration(end_s - begin_s)} of {flight.tip}"
+                bars.append(Bar(flight.lane, begin_s, end_s, EXPOSED, "", tip, flight.detail))
+    return bars
+
+
+def exposure_text(runs: float, in_flight_s: float, exposed_s: float) -> str:
+    """Returns how much of a collective is exposed in a step, as text.
+
+    Args:
+        runs: how often it runs in the step.
+        in_flight_s: the time of all runs.
+        exposed_s: of that, while nothing computes.
+    """
+    shown_runs = counted(round(runs), "run")
+    if exposed_s <= _NOTHING_S:
+        return f"in the step {shown_runs}, {duration(in_flight_s)}, all of it hidden"
+    return f"in the step {shown_runs}, {duration(in_flight_s)}, of which {duration(exposed_s)} exposed"
+
+
 def chrome_trace(bars: Iterable[Bar]) -> str:
     """Returns bars in the JSON of Chrome traces, which https://ui.perfetto.dev opens; every bar is in it."""
     thread_ids: dict[str, int] = {}  # a lane is drawn as a thread
@@ -72,21 +97,13 @@ def chrome_trace(bars: Iterable[Bar]) -> str:
             "ts": bar.begin_s * 1e6,
             "dur": (bar.end_s - bar.begin_s) * 1e6,
         }
+        if bar.detail:
+            event["args"] = {"detail": bar.detail}
         events.append(event)
     names: list[dict[str, object]] = []
     for lane, thread_id in thread_ids.items():
         names.append({"ph": "M", "pid": 0, "tid": thread_id, "name": "thread_name", "args": {"name": lane}})
     return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
-
-
-def html_page(title: str, subtitle: str, bars: Iterable[Bar], report: str) -> str:
-    """Returns a self-contained page: a timeline, and a report below it."""
-    return _PAGE.format(
-        title=html.escape(title),
-        subtitle=html.escape(subtitle),
-        timeline="\n".join(_html_lines(list(bars))),
-        report=html.escape(report),
-    )
 
 
 def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
@@ -96,7 +113,7 @@ def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
     from matplotlib.patches import Patch
 
     bars = list(bars)
-    lanes = _by_lane(bars)
+    lanes = by_lane(bars)
     colors = _colors(bars)
     figure = Figure(figsize=(10, 1.5 + 0.35 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
@@ -116,56 +133,8 @@ def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _html_lines(bars: Sequence[Bar]) -> Iterator[str]:
-    """Yields the legend, the lanes, and the axis of a page."""
-    total_s = last_end_s(bars) or 1.0  # an empty timeline has an axis, too
-    colors = _colors(bars)
-    legend = []
-    for kind, color in colors.items():
-        square = f'<span style="color:{color}">&#9632;</span>'
-        legend.append(f'<span class="kind">{square} {html.escape(kind)}</span>')
-    yield f"<p>{' &nbsp; '.join(legend)} &nbsp; (0 to {duration(total_s)})</p>"
-    for name, lane in _by_lane(bars).items():
-        yield f'<div class="lane"><b>{html.escape(name)}</b>'
-        for bar in _joined(lane, total_s * _LEAST_SHARE):
-            yield _html_bar(bar, total_s, colors[bar.kind])
-        yield "</div>"
-    yield f'<div class="lane">{_html_ticks(total_s)}</div>'
-
-
-def _html_bar(bar: Bar, total_s: float, color: str) -> str:
-    left_percent = 100 * bar.begin_s / total_s
-    width_percent = 100 * (bar.end_s - bar.begin_s) / total_s
-    style = f"left:{left_percent:.3f}%;width:{width_percent:.3f}%;background:{color}"
-    label = ""
-    if bar.label:
-        label = f"<span>{html.escape(bar.label)}</span>"
-    return f'<i style="{style}" title="{html.escape(bar.tip)}">{label}</i>'
-
-
-def _html_ticks(total_s: float) -> str:
-    ticks = ""
-    for tick_s in _ticks(total_s):
-        left_percent = 100 * tick_s / total_s
-        ticks += f'<u style="left:{left_percent:.3f}%">{duration(tick_s)}</u>'
-    return ticks
-
-
-def _ticks(total_s: float) -> list[float]:
-    """Returns round times along an axis, 5 to 10 of them."""
-    step_s = _tick_step_s(total_s)
-    return [i * step_s for i in range(math.floor(total_s / step_s) + 1)]
-
-
-def _tick_step_s(total_s: float) -> float:
-    magnitude = 10.0 ** math.floor(math.log10(total_s))
-    for part in (0.1, 0.2, 0.5):
-        if total_s <= 10 * magnitude * part:
-            return magnitude * part
-    return magnitude
-
-
-def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
+def by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
+    """Returns bars by their lanes."""
     lanes: dict[str, list[Bar]] = {}
     for bar in bars:
         lanes.setdefault(bar.lane, []).append(bar)
@@ -173,18 +142,12 @@ def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
 
 
 def _colors(bars: Iterable[Bar]) -> dict[str, str]:
-    """Returns the colors of kinds in the order of the legend, exposed time last."""
+    """Returns the colors of kinds in the order of the legend."""
     kinds = dict.fromkeys(bar.kind for bar in bars)  # a set that keeps the order
-    colors: dict[str, str] = {}
-    for kind in kinds:
-        if kind != _EXPOSED_KIND:
-            colors[kind] = _COLORS[len(colors) % len(_COLORS)]
-    if _EXPOSED_KIND in kinds:
-        colors[_EXPOSED_KIND] = _EXPOSED_COLOR
-    return colors
+    return {kind: _COLORS[place % len(_COLORS)] for place, kind in enumerate(kinds)}
 
 
-def _joined(bars: Iterable[Bar], least_s: float) -> list[Bar]:
+def joined_bars(bars: Iterable[Bar], least_s: float) -> list[Bar]:
     """Joins neighbours if one is too narrow to be seen; color and text are those of the longer one."""
     joined: list[Bar] = []
     for bar in bars:

@@ -1,6 +1,6 @@
 """Pallas kernels that leave room for communication, and attention by cuDNN where it is available.
 
-Example:
+Examples:
     >>> y = js.kernels.matmul(x, w, occupancy=js.kernels.Occupancy(reserved_sms=16))
 """
 

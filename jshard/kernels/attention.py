@@ -109,7 +109,7 @@ def attention(
     Raises:
         KernelError: the requested kernel cannot run, or the settings are incompatible.
 
-    Example:
+    Examples:
         >>> q, k = jnp.ones((2, 16, 8, 64)), jnp.ones((2, 16, 2, 64))
         >>> js.kernels.attention(q, k, k, is_causal=True).shape
         (2, 16, 8, 64)

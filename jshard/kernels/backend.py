@@ -17,10 +17,10 @@ from jshard import _compat
 from jshard._text import scope
 from jshard.engine.context import region_mesh
 from jshard.errors import ShardingError
-from jshard.facts.devices import DEVICES, DeviceFacts, device_of
+from jshard.facts.devices import DEVICES, DeviceFacts, device_of, peak_of
 from jshard.kernels.device import TracedDevice, automatic_axes, device_in_use, may_be_split
+from jshard.kernels.generation import AMPERE, HOPPER, WARPGROUP_ROWS, Generation, Tiles, generation_of
 
-WARPGROUP_ROWS = 64  # rows of the smallest product that a warpgroup's tensor cores take
 LEAST_TILE = 64
 
 
@@ -40,12 +40,16 @@ class Occupancy:
     blocks share a multiprocessor; `smem_pad_bytes` makes each block take more shared memory, so that fewer fit
     (arXiv 2606.09200).
 
+    The default tiles are Hopper's. On Ampere GPUs, which have too little shared memory for them, 128 x 64 x 64 with 3
+    stages take their place.
+
     Args:
-        tile_m: rows of the output that a block computes at a time; a multiple of 64, of 128 if persistent.
+        tile_m: rows of the output that a block computes at a time; a multiple of 64, on Hopper of 128 if persistent.
         tile_n: columns of the output per tile; a multiple of 64.
         tile_k: size of each step along the contracted dim; a multiple of 64.
         stages: steps whose operands are in shared memory at once, 2 or more.
-        persistent: one block per multiprocessor, with two computing warpgroups and one that loads.
+        persistent: one block per multiprocessor. On Hopper two of its warpgroups compute and one loads; on Ampere it is
+            a single warpgroup.
         reserved_sms: multiprocessors that a persistent kernel leaves free.
         smem_pad_bytes: shared memory that each block takes without using it; rounded up to 1,024.
         latency_ns: duration of one product, passed to the compiler's scheduler; an estimate by default. Without it the
@@ -54,15 +58,15 @@ class Occupancy:
     Raises:
         KernelError: a knob is out of range for any GPU.
 
-    Example:
+    Examples:
         >>> js.kernels.Occupancy(reserved_sms=16)
         >>> js.kernels.Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2, smem_pad_bytes=56_320)
     """
 
-    tile_m: int = 256
-    tile_n: int = 128
-    tile_k: int = 64
-    stages: int = 4
+    tile_m: int = HOPPER.tiles.tile_m
+    tile_n: int = HOPPER.tiles.tile_n
+    tile_k: int = HOPPER.tiles.tile_k
+    stages: int = HOPPER.tiles.stages
     persistent: bool = True
     reserved_sms: int = 0
     smem_pad_bytes: int = 0
@@ -79,7 +83,7 @@ class Occupancy:
             )
 
     def _faults(self) -> Iterator[_KnobFault]:
-        units = {"tile_m": self._row_unit, "tile_n": LEAST_TILE, "tile_k": LEAST_TILE}
+        units = {"tile_m": WARPGROUP_ROWS, "tile_n": LEAST_TILE, "tile_k": LEAST_TILE}
         for knob, unit in units.items():
             size = getattr(self, knob)
             if size <= 0 or size % unit:
@@ -95,9 +99,15 @@ class Occupancy:
             yield _KnobFault("reserved_sms", why)
 
     @property
-    def _row_unit(self) -> int:
-        # Two warpgroups of a persistent kernel compute half of a tile's rows each.
-        return 2 * WARPGROUP_ROWS if self.persistent else WARPGROUP_ROWS
+    def tiles(self) -> Tiles:
+        """Returns the tiles and stages alone."""
+        return Tiles(tile_m=self.tile_m, tile_n=self.tile_n, tile_k=self.tile_k, stages=self.stages)
+
+    def on(self, generation: Generation) -> Occupancy:
+        """Returns the knobs with the tiles of a generation, if these are the default."""
+        if self.tiles != HOPPER.tiles:
+            return self
+        return dataclasses.replace(self, **dataclasses.asdict(generation.tiles))
 
     @property
     def padded_bytes(self) -> int:
@@ -112,21 +122,21 @@ class _KnobFault(NamedTuple):
     why: str
 
 
-def with_half_the_rows(knobs: Occupancy) -> Occupancy:
+def with_half_the_rows(knobs: Occupancy, generation: Generation) -> Occupancy:
     """Returns the same knobs with half the rows per tile, where that is possible."""
     half = knobs.tile_m // 2
-    if half % knobs._row_unit:
+    if half % generation.row_unit(persistent=knobs.persistent):
         return knobs
     return dataclasses.replace(knobs, tile_m=half)
 
 
-def fitted(knobs: Occupancy, m: int, n: int, k: int) -> Occupancy:
+def fitted(knobs: Occupancy, m: int, n: int, k: int, generation: Generation) -> Occupancy:
     """Returns knobs whose tiles are no larger than the arrays; each dim is then padded to whole tiles."""
     tile_k = _tile(k, knobs.tile_k, LEAST_TILE)
     num_steps = -(-k // tile_k)
     return dataclasses.replace(
         knobs,
-        tile_m=_tile(m, knobs.tile_m, knobs._row_unit),
+        tile_m=_tile(m, knobs.tile_m, generation.row_unit(persistent=knobs.persistent)),
         tile_n=_tile(n, knobs.tile_n, LEAST_TILE),
         tile_k=tile_k,
         # More stages than steps would take shared memory for nothing; fewer than 2 are refused.
@@ -156,7 +166,7 @@ _LAUNCH_NS = 2000  # to start any kernel: an assumption, too
 def product_ns(m: int, n: int, k: int, *, kind: str, products: int = 1) -> int:
     """Estimates the duration of matrix products of (m, k) and (k, n) in 16 bits on a kind of device."""
     flops = products * 2 * m * n * k
-    return _LAUNCH_NS + int(1e9 * flops / (_REACHED * _facts(kind).flops_per_s["bf16"]))
+    return _LAUNCH_NS + int(1e9 * flops / (_REACHED * _peak_flops_per_s(kind)))
 
 
 def traffic_ns(num_bytes: int, *, kind: str) -> int:
@@ -167,6 +177,15 @@ def traffic_ns(num_bytes: int, *, kind: str) -> int:
 def stated(latency_ns: int) -> AbstractContextManager[object]:
     """Returns a context in which every traced operation carries this latency."""
     return set_xla_metadata(latency_metadata=str(max(1, latency_ns)))
+
+
+def _peak_flops_per_s(kind: str) -> float:
+    """Returns the peak of the device with this driver name in 16 bits; of an H100 if the table does not list it."""
+    peak = peak_of(kind)
+    if peak is None:
+        return DEVICES["h100"].flops_per_s["bf16"]
+    flops_per_s, _ = peak
+    return flops_per_s
 
 
 def _facts(kind: str) -> DeviceFacts:
@@ -215,8 +234,6 @@ Backend = Literal["auto", "mosaic", "interpret", "xla"]
 BACKENDS = ("auto", "mosaic", "interpret", "xla")
 """Forms of a kernel: Mosaic GPU, the same step by step on a CPU, its plain twin; "auto" is the first or the last."""
 
-_HOPPER = 9  # compute capability
-
 
 @dataclasses.dataclass(frozen=True)
 class KernelRun:
@@ -226,6 +243,11 @@ class KernelRun:
     form: str  # "mosaic", "interpret" or "xla"
     knobs: Occupancy  # how much of the device it may occupy
     device: TracedDevice
+
+    @property
+    def generation(self) -> Generation:
+        """Returns the generation whose form of the kernel runs; step by step on a CPU it is Hopper's."""
+        return generation_of(self.device.capability) or HOPPER
 
     @property
     def is_plain(self) -> bool:
@@ -271,7 +293,8 @@ def decide(
     if backend != "xla":
         all_reasons = [*_device_reasons(device, backend), *_array_reasons(arrays), *reasons]
         form = _form(name, backend, device, all_reasons)
-    return KernelRun(name, form, occupancy or default, device)
+    run = KernelRun(name, form, occupancy or default, device)
+    return dataclasses.replace(run, knobs=run.knobs.on(run.generation))
 
 
 def _form(name: str, backend: Backend, device: TracedDevice, reasons: Sequence[str]) -> str:
@@ -292,20 +315,48 @@ def _form(name: str, backend: Backend, device: TracedDevice, reasons: Sequence[s
 
 def _device_reasons(device: TracedDevice, backend: Backend) -> list[str]:
     """Returns why a kernel cannot run on a device, and over the mesh in use."""
-    axes = automatic_axes()
     if backend == "interpret":
-        # `automatic_axes` leaves out those of a `shard_map`, over which there are several devices, too.
-        has_several_devices = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
-        if axes or has_several_devices:
-            return ["the kernel interpreter runs on one device, and the mesh in use has several"]
-        return []
-    reasons = []
-    if device.capability != _HOPPER:
-        reasons.append(f"the kernel is written for the tensor cores of Hopper GPUs, not for {device.kind}")
+        return _interpreter_reasons(device)
+    reasons = _generation_reasons(device)
+    axes = automatic_axes()
     if axes:
         named = ", ".join(f"{axis}={degree}" for axis, degree in axes.items())
         reasons.append(f"arrays may be split over {named}, and a kernel needs whole arrays: XLA would gather them")
     return reasons
+
+
+def _interpreter_reasons(device: TracedDevice) -> list[str]:
+    """Returns why a kernel cannot run step by step, in its form for a device."""
+    reasons = []
+    # `automatic_axes` leaves out those of a `shard_map`, over which there are several devices, too.
+    has_several_devices = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
+    if automatic_axes() or has_several_devices:
+        reasons.append("the kernel interpreter runs on one device, and the mesh in use has several")
+    generation = generation_of(device.capability)
+    if generation is not None and why_generation_unsupported(generation):
+        reasons.append(why_generation_unsupported(generation))
+    return reasons
+
+
+def _generation_reasons(device: TracedDevice) -> list[str]:
+    """Returns why no form of a kernel runs on a device."""
+    generation = generation_of(device.capability)
+    if generation is None:
+        return [f"the kernels are written for the tensor cores of Hopper and Ampere GPUs, not for {device.kind}"]
+    why_unsupported = why_generation_unsupported(generation)
+    if why_unsupported:
+        return [why_unsupported]
+    # Of an absent GPU JAX assumes that it is a Hopper GPU, unless `jshard plan` says what it is.
+    if generation is AMPERE and _compat.kernel_capability() != AMPERE.capability:
+        return [f"{device.kind} is not present, and JAX compiles kernels for a GPU of another generation here"]
+    return []
+
+
+def why_generation_unsupported(generation: Generation) -> str:
+    """Returns why the installed JAX does not compile kernels for a generation; empty if it does."""
+    if generation is AMPERE and not _compat.COMPILES_FOR_AMPERE:
+        return f"on {generation.title} GPUs the kernels need jax 0.12 or newer, and this is {_compat.jax_version()}"
+    return ""
 
 
 def _array_reasons(arrays: Collection[jax.Array]) -> list[str]:

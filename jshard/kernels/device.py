@@ -15,12 +15,13 @@ from jshard import _compat
 from jshard.engine.context import region_mesh
 from jshard.facts.devices import device_of
 from jshard.facts.gpu_target import NvidiaTarget
+from jshard.facts.gpus import GpuFacts, OccupancyError, gpu
 from jshard.plans.mesh import manual_axes
 
 Device: TypeAlias = Any
 """A device of JAX, or the description of one: they share a platform and a kind, and report more if they can."""
 
-# Of a Hopper GPU, if the device does not report them.
+# Of a Hopper GPU, if neither the device nor the table says them.
 _HOPPER_SMS = 132
 _HOPPER_SMEM_BYTES = 227 * 1024
 
@@ -86,24 +87,39 @@ def _default_device() -> Device:
 
 
 def _traced(device: Device) -> TracedDevice:
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    if device.platform not in ("gpu", "cuda", "rocm"):
+        return TracedDevice(device.platform, device.device_kind)
+    listed = _listed(device.device_kind)
     num_sms = getattr(device, "num_cores", None) or getattr(device, "core_count", None)
     smem_limit_bytes = getattr(device, "shared_memory_per_block_optin", None)
+    if listed is not None:
+        num_sms = num_sms or listed.num_sms
+        smem_limit_bytes = smem_limit_bytes or listed.smem_per_block_bytes
     return TracedDevice(
-        platform=platform,
+        platform="gpu",
         kind=device.device_kind,
         sms=num_sms or _HOPPER_SMS,
         smem_limit_bytes=smem_limit_bytes or _HOPPER_SMEM_BYTES,
-        capability=_capability(device) if platform == "gpu" else 0,
+        capability=_capability(device, listed),
     )
 
 
-def _capability(device: Device) -> int:
-    """Returns the major compute capability; for an absent device, from its row in the table."""
+def _listed(kind: str) -> GpuFacts | None:
+    """Returns the limits of a GPU by its driver's name; None if the table does not have it."""
+    try:
+        return gpu(kind)
+    except OccupancyError:
+        return None
+
+
+def _capability(device: Device, listed: GpuFacts | None) -> int:
+    """Returns the major compute capability; for an absent device, from its row in a table."""
     reported = getattr(device, "compute_capability", "")  # such as "9.0"
     major, _, _ = str(reported or "").partition(".")
     if major.isdecimal():
         return int(major)
+    if listed is not None:
+        return listed.major
     facts = device_of(device.device_kind)
     if facts is None or not isinstance(facts.target, NvidiaTarget):
         return 0

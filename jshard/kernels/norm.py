@@ -35,7 +35,7 @@ from jshard.kernels.backend import (
 )
 
 if TYPE_CHECKING:
-    from jshard.kernels.mosaic_product import Ref
+    from jshard.kernels.product import Ref
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def rms_norm(
     Raises:
         KernelError: the sizes do not match, or the device cannot provide the requested resources.
 
-    Example:
+    Examples:
         >>> x = jnp.ones((8, 64))
         >>> y, x = js.kernels.rms_norm(x, jnp.ones(64), residual=x)
     """
@@ -112,7 +112,7 @@ def layer_norm(
     Raises:
         KernelError: the sizes do not match, or the device cannot provide the requested resources.
 
-    Example:
+    Examples:
         >>> js.kernels.layer_norm(jnp.ones((8, 64)), jnp.ones(64), jnp.zeros(64)).shape
         (8, 64)
     """

@@ -42,9 +42,9 @@ def matmul(
 ) -> jax.Array:
     """Computes `x @ w + bias`, accumulated in float32, with a kernel that can leave room for communication.
 
-    On Hopper GPUs it runs on Pallas Mosaic GPU, forward and backward; on other devices, and for dtypes other than
-    bfloat16 and float16, as plain XLA. It needs arrays that are whole on the device; inside a sharded module this
-    holds, because it sees the local shard of the batch and gathered parameters.
+    On Hopper GPUs, and with jax 0.12 on Ampere GPUs, it runs on Pallas Mosaic GPU, forward and backward; on other
+    devices, and for dtypes other than bfloat16 and float16, as plain XLA. It needs arrays that are whole on the device;
+    inside a sharded module this holds, because it sees the local shard of the batch and gathered parameters.
 
     Args:
         x: (..., K).
@@ -59,7 +59,7 @@ def matmul(
     Raises:
         KernelError: the sizes do not match, or the device cannot provide the requested resources.
 
-    Example:
+    Examples:
         >>> x, w = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
         >>> js.kernels.matmul(x, w, occupancy=js.kernels.Occupancy(reserved_sms=16)).shape
         (8, 32)
@@ -164,7 +164,9 @@ def product(
         bias: added to every row.
         kind: whether each operand is stored (n)ormally or (t)ransposed, which the kernel's name states, too.
     """
-    from jshard.kernels.mosaic_product import Product, run  # slow to import, and only where a kernel runs
+    # Slow to import, and only where a kernel runs.
+    from jshard.kernels.product import Product
+    from jshard.kernels.run_product import run
 
     kernel = Product(
         name=f"{PREFIX}{call.name}_{kind}",
@@ -220,7 +222,7 @@ def mlp(
     Raises:
         KernelError: the sizes do not match, or the device cannot provide the requested resources.
 
-    Example:
+    Examples:
         >>> x, up, down = jnp.ones((8, 64)), jnp.ones((64, 256)), jnp.ones((256, 64))
         >>> js.kernels.mlp(x, up, down).shape
         (8, 64)
@@ -355,7 +357,8 @@ def _hidden(
     Returns:
         The hidden layer, and the activation's inputs, for backward: one or, with a gate, two; none if not kept.
     """
-    from jshard.kernels.mosaic_product import Product, run
+    from jshard.kernels.product import Product
+    from jshard.kernels.run_product import run
 
     ws = [arrays[name] for name in _firsts(arrays)]
     biases = [arrays["b_up"]] if "b_up" in arrays else []
@@ -388,6 +391,6 @@ def _hidden(
     )
     if len(ws) > 1:
         # Each element of the output has two sums in the registers, which have no room for more.
-        call = dataclasses.replace(call, knobs=with_half_the_rows(call.knobs))
+        call = dataclasses.replace(call, knobs=with_half_the_rows(call.knobs, call.generation))
     h_MF, *inputs = run(call, kernel, arrays["x"], ws, biases)
     return h_MF, inputs

@@ -118,6 +118,9 @@ class StallWatch:
         self._folder = str(folder)
         self._stop = stop
         self._describe_saved = describe_saved
+        # Only they know it, and the main thread may be the first to hear of a signal.
+        stop.ends_at_once = self._ends_at_once
+        stop.describe_saved = describe_saved
         self._say = say
         _stacks.ready("the run")
         outer_watch = _watch
@@ -236,14 +239,18 @@ class StallWatch:
         is_before_steps = self.phase == phases.STARTING or self.phase.startswith(phases.COMPILING)
         return self._step_done_s is None and is_before_steps
 
+    def _ends_at_once(self) -> bool:
+        """Returns whether a signal ends the run, as it has nothing to save."""
+        # All processes of one machine get the signal. In a cluster it may be only one, and they stop together.
+        is_for_all = self._describe_saved is not None or os.environ.get("JSHARD_CLUSTER") == "local"
+        return self._is_preparing and is_for_all
+
     def _end_unless_needed(self, requested_by: signal.Signals) -> None:
         """Ends a run that was asked to stop and has nothing to save, or was asked twice."""
         is_alone = self._describe_saved is not None
         if self._stop.is_insisted and is_alone:
-            _end_now(unsaved_text(requested_by), code=128 + requested_by)
-        # All processes of one machine get the signal. In a cluster it may be only one, and they stop together.
-        is_for_all = is_alone or os.environ.get("JSHARD_CLUSTER") == "local"
-        if self._is_preparing and is_for_all:
+            _end_now(unsaved_text(requested_by, self._describe_saved), code=128 + requested_by)
+        if self._ends_at_once():
             reason = f"{requested_by.name} while {self.phase}: nothing is trained yet, and the run ends at once."
             _end_now(f"\n{reason}\ncontinue it with: {self._again}\n", code=stopped_code(requested_by))
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
@@ -16,9 +17,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the t
 _REPEAT_S = 1.0
 
 
-def unsaved_text(number: int) -> str:
-    """Returns the last line of a run that a second signal ends."""
-    return f"\n{signal.Signals(number).name} again: the run ends now, unsaved.\n"
+def unsaved_text(number: int, describe_saved: Callable[[], str] | None = None) -> str:
+    """Returns the last words of a run that a second signal ends."""
+    text = f"\n{signal.Signals(number).name} again: the run ends now, unsaved.\n"
+    if describe_saved is not None:
+        text += f"{describe_saved()}\n"
+    return text
 
 
 class Signals:
@@ -66,7 +70,7 @@ class StopSignal(Signals):
     many: its supervisor decides when to end it. Python delivers signals to the main thread only; in another thread
     this catches nothing.
 
-    Example:
+    Examples:
         >>> with StopSignal() as stop:
         ...     while stop.received is None:
         ...         step()
@@ -74,12 +78,17 @@ class StopSignal(Signals):
     Attributes:
         requested_by: the first signal, known to `stop_requested_at_s` before the main thread handles it.
         is_insisted: whether another came a second or more after it, in the same way.
+        ends_at_once: returns whether the run has nothing to save yet: a watch then ends it, and says so. Without a
+            watch it waits for the step.
+        describe_saved: describes what remains of a run that a second signal ends; None if it is not known.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.requested_by: signal.Signals | None = None
         self.is_insisted = False
+        self.ends_at_once: Callable[[], bool] = lambda: False
+        self.describe_saved: Callable[[], str] | None = None
         self._requested_at_s: float | None = None
         self._first_signal_s = 0.0
         # The ends of a pipe into which Python writes the number of a signal at once, from its C handler. So another
@@ -138,10 +147,12 @@ class StopSignal(Signals):
         super()._record(number, frame)
         if is_first:
             self.report()
+            if self.ends_at_once():
+                return
             name = signal.Signals(number).name
             _write(f"\n{name}: the run saves after this step and stops; a second one ends it unsaved.\n")
         elif self.repeated and not is_worker():
-            _write(unsaved_text(number))
+            _write(unsaved_text(number, self.describe_saved))
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 

@@ -1,7 +1,8 @@
 """How many blocks of a kernel fit on a multiprocessor, and whether those of a collective fit beside them.
 
-Numbers and rules only; no GPU is needed. Example:
+Numbers and rules only; no GPU is needed.
 
+Examples:
     >>> from jshard import occupancy
     >>> h200 = occupancy.gpu("h200")
     >>> kernel = occupancy.Block(threads=128, registers=58, smem_bytes=41_024)
@@ -17,6 +18,8 @@ Modules, from the bottom up:
     footprints       the blocks of a collective
     room_plans       the ways to leave room for a collective beside a kernel
     shipped_kernels  the blocks of jshard's kernels
+    workgroups       which workgroups fit on a compute unit of an AMD GPU
+    rccl             the workgroups of a collective there
     device           the device that a step is tuned for
     products         the matrix products of a model
     timings          measured times, and the best setting according to them
@@ -30,6 +33,9 @@ Modules, from the bottom up:
     tune             `jshard tune`, which measures the products of a model
 """
 
+from jshard.facts.amd_gpus import AMD_GPUS as AMD_GPUS
+from jshard.facts.amd_gpus import AmdGpuFacts as AmdGpuFacts
+from jshard.facts.amd_gpus import amd_gpu as amd_gpu
 from jshard.facts.gpus import GPUS as GPUS
 from jshard.facts.gpus import GpuFacts as GpuFacts
 from jshard.facts.gpus import OccupancyError as OccupancyError
@@ -48,8 +54,13 @@ from jshard.occupancy.footprints import COPY_ENGINE as COPY_ENGINE
 from jshard.occupancy.footprints import FOOTPRINTS as FOOTPRINTS
 from jshard.occupancy.footprints import CommFootprint as CommFootprint
 from jshard.occupancy.footprints import footprint as footprint
+from jshard.occupancy.rccl import RCCL_FOOTPRINTS as RCCL_FOOTPRINTS
+from jshard.occupancy.rccl import RcclFootprint as RcclFootprint
+from jshard.occupancy.rccl import rccl_footprint as rccl_footprint
 from jshard.occupancy.room_plans import Plan as Plan
 from jshard.occupancy.room_plans import plans as plans
 from jshard.occupancy.room_plans import reserved_for as reserved_for
 from jshard.occupancy.shipped_kernels import SHIPPED as SHIPPED
 from jshard.occupancy.shipped_kernels import ShippedKernel as ShippedKernel
+from jshard.occupancy.shipped_kernels import shipped_for as shipped_for
+from jshard.occupancy.workgroups import Workgroup as Workgroup

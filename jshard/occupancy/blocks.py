@@ -10,6 +10,7 @@ one kernel `cuda_occupancy.h` computes the same; for two it is an assumption, wh
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from jshard.facts.gpus import GpuFacts, OccupancyError
 
@@ -26,7 +27,7 @@ class Block:
         registers: 32-bit registers per thread, as reported by the compiler.
         smem_bytes: shared memory, static plus dynamic.
 
-    Example:
+    Examples:
         >>> resident(gpu("h200"), Block(threads=128, registers=58, smem_bytes=41_024))
         5
     """
@@ -68,8 +69,8 @@ def cost(gpu: GpuFacts, block: Block) -> BlockCost:
     """Returns the resources allocated to a block on a GPU."""
     return BlockCost(
         warps=-(-block.threads // gpu.warp_size),
-        warp_registers=_rounded_up(block.registers * gpu.warp_size, gpu.register_unit),
-        smem_bytes=_rounded_up(block.smem_bytes + gpu.smem_reserved_bytes, gpu.smem_unit_bytes),
+        warp_registers=rounded_up(block.registers * gpu.warp_size, gpu.register_unit),
+        smem_bytes=rounded_up(block.smem_bytes + gpu.smem_reserved_bytes, gpu.smem_unit_bytes),
     )
 
 
@@ -158,10 +159,10 @@ def _least_padding(gpu: GpuFacts, block: Block, count: int) -> int:
     too_many = count + 1
     # The least allocation of which so many exceed the multiprocessor. Requests are rounded up to units, so the least
     # request for it is one byte more than the unit before.
-    allocated = _rounded_up(gpu.smem_per_sm_bytes // too_many + 1, gpu.smem_unit_bytes)
+    allocated = rounded_up(gpu.smem_per_sm_bytes // too_many + 1, gpu.smem_unit_bytes)
     requested = allocated - gpu.smem_unit_bytes + 1
     missing = max(0, requested - gpu.smem_reserved_bytes - block.smem_bytes)
-    return _rounded_up(missing, PAD_UNIT_BYTES)
+    return rounded_up(missing, PAD_UNIT_BYTES)
 
 
 def _register_slots(gpu: GpuFacts, warp_registers: int) -> int:
@@ -170,7 +171,8 @@ def _register_slots(gpu: GpuFacts, warp_registers: int) -> int:
     return gpu.registers_per_sm // gpu.partitions // warp_registers * gpu.partitions
 
 
-def _rounded_up(value: int, unit: int) -> int:
+def rounded_up(value: int, unit: int) -> int:
+    """Returns the least multiple of a unit that is at least as large."""
     return -(-value // unit) * unit
 
 
@@ -184,8 +186,13 @@ def room_beside(gpu: GpuFacts, block: Block, comm: Block) -> int:
     """
     if refusals(gpu, comm):
         return 0
-    for count in range(resident(gpu, block), 0, -1):
-        if _fit(gpu, block, count, comm):
+    return most_that_fit(resident(gpu, block), lambda count: fit(gpu, block, count, comm))
+
+
+def most_that_fit(most: int, fits: Callable[[int], bool]) -> int:
+    """Returns the largest number up to `most` that fits; 0 if none does."""
+    for count in range(most, 0, -1):
+        if fits(count):
             return count
     return 0
 
@@ -219,8 +226,11 @@ class _PartitionRoom:
         return min(self.warps, self.registers // warp_registers)
 
 
-def _fit(gpu: GpuFacts, block: Block, count: int, comm: Block) -> bool:
-    """Returns whether `count` blocks of a kernel, and one of communication, fit on a multiprocessor at once."""
+def fit(gpu: GpuFacts, block: Block, count: int, comm: Block) -> bool:
+    """Returns whether `count` blocks of a kernel, and one of communication, fit on a multiprocessor at once.
+
+    Neither of them alone is too large for it.
+    """
     kernel = cost(gpu, block)
     other = cost(gpu, comm)
     if count + 1 > gpu.blocks_per_sm:

@@ -9,7 +9,10 @@ import jax
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.machine import assumptions_of
 from jshard.cluster.topology import parse_topology
+from jshard.facts.amd_gpus import is_amd_gpu
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
+from jshard.kernels.backend import why_generation_unsupported
+from jshard.kernels.generation import generation_of
 from jshard.occupancy import GPUS, GpuFacts, OccupancyError, gpu
 
 _MOST_PER_HOST = 8
@@ -40,11 +43,13 @@ class Device:
     @property
     def why_unshaped(self) -> str:
         """Returns why nothing is chosen for the kernels of jshard on it; empty if something is."""
-        if self.gpu is not None and self.gpu.arch == "sm_90":
-            return ""
+        generation = None if self.gpu is None else generation_of(self.gpu.major)
+        if generation is not None:
+            why_unsupported = why_generation_unsupported(generation)
+            return why_unsupported and f"{why_unsupported}: the plain forms run, which have no knobs."
         if self.gpu is None and self.facts is None and self.platform == "gpu":
             return f"the multiprocessors of {self.title} are unknown, so nothing can be computed for it."
-        return f"not a Hopper GPU ({self.title}): the plain forms run, which have no knobs."
+        return f"not a Hopper or Ampere GPU ({self.title}): the plain forms run, which have no knobs."
 
     def assumptions(self, num_devices: int) -> Assumptions | None:
         """Returns the assumptions of an estimate for a number of these devices; None if the device is unknown.
@@ -83,7 +88,7 @@ def device_named(name: str | None) -> Device:
     Raises:
         OccupancyError: the device is unknown; the error lists the known ones.
 
-    Example:
+    Examples:
         >>> device_named("h200").gpu.num_sms
         132
     """
@@ -114,6 +119,8 @@ def _present_device() -> Device:
     kind = first.device_kind
     if first.platform not in ("gpu", "cuda", "rocm"):
         return Device(kind, first.platform)
+    if is_amd_gpu(kind):  # it has other limits, but compiler options of its own
+        return Device(kind, "gpu", facts=device_of(kind), kind=kind)
     try:
         limits = gpu(kind)
     except OccupancyError:  # of the model: the kernels may run there, but its limits are unknown

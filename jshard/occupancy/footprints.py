@@ -29,7 +29,7 @@ class CommFootprint:
         source: the origin of the numbers, and which of them are assumptions.
         version: version of NCCL; empty if it does not matter.
 
-    Example:
+    Examples:
         >>> footprint("ring", gpu=gpu("h200"), version="2.30.7").smem_bytes
         120064
     """

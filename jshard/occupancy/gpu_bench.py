@@ -17,7 +17,7 @@ from jshard.occupancy import CommFootprint
 from jshard.occupancy.products import MatrixProduct
 
 if TYPE_CHECKING:
-    from jshard.kernels.mosaic_product import Ref
+    from jshard.kernels.product import Ref
 
 CALLS_PER_PRODUCT = 3
 """Products of a program: forward and its two gradients, which share one setting."""

@@ -97,7 +97,7 @@ class Overlap(Printed):
 
     def _headline(self) -> str:
         if self.comm is None:
-            return f"{self.device}: the resources of a collective on it are unknown"
+            return f"{self.device}: nothing is left free for a collective"
         if not self.comm.ctas:
             return f"{self.device}, collectives by {self.comm}: they use no multiprocessor"
         block = f"{self.comm.threads} threads x {self.comm.registers} registers, {self.comm.smem_bytes:,} B"
@@ -148,7 +148,7 @@ def tune_overlap(
         OccupancyError: the device or footprint is unknown, or the collective would fill every multiprocessor.
         CacheError: the given `cache` cannot be read.
 
-    Example:
+    Examples:
         >>> shaped = js.tune_overlap(model, device="h200")
         >>> shaped.occupancy["matmul"].reserved_sms
         16

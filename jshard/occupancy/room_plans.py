@@ -48,7 +48,7 @@ def plans(gpu: GpuFacts, block: Block, comm: CommFootprint, *, persistent: bool 
     Raises:
         OccupancyError: the kernel or the collective cannot run, or the collective would take every multiprocessor.
 
-    Example:
+    Examples:
         >>> plans(gpu("h200"), Block(128, 58, 41_024), COPY_ENGINE)[0].how
         'as it is'
     """

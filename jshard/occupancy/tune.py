@@ -17,7 +17,8 @@ from jshard._text import folded_names
 from jshard._types import PyTree
 from jshard.errors import ShardingError
 from jshard.kernels.backend import Occupancy, fitted
-from jshard.occupancy import SHIPPED, CommFootprint, GpuFacts, Plan, ShippedKernel, plans
+from jshard.kernels.generation import HOPPER, generation_of
+from jshard.occupancy import CommFootprint, GpuFacts, Plan, ShippedKernel, plans, shipped_for
 from jshard.occupancy import measured as stored
 from jshard.occupancy.device import Device
 from jshard.occupancy.gpu_bench import CALLS_PER_PRODUCT, GpuBench
@@ -135,10 +136,11 @@ def rank(
 def settings_for(gpu: GpuFacts, comm: CommFootprint, product: MatrixProduct) -> dict[Occupancy, Plan]:
     """Returns every distinct setting that is worth measuring: the shipped forms, with each way to leave room."""
     settings: dict[Occupancy, Plan] = {}
-    for kernel in SHIPPED:
+    generation = generation_of(gpu.major) or HOPPER
+    for kernel in shipped_for(gpu).kernels:
         if not kernel.is_called("matmul"):
             continue
-        knobs = fitted(knobs_of(kernel), product.m, product.n, product.k)
+        knobs = fitted(knobs_of(kernel), product.m, product.n, product.k, generation)
         # By the block as shipped: fitted tiles are no larger, and need no more.
         for plan in plans(gpu, kernel.block, comm, persistent=kernel.persistent):
             setting = dataclasses.replace(

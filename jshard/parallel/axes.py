@@ -52,7 +52,7 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         AnnotationError: a pattern matches no parameter, or has more entries than a parameter has dims; or the model is
             annotated, so that its parameters are placed already.
 
-    Example:
+    Examples:
         >>> js.parallel.split(model, {"*/up/kernel": (None, "tensor"), "*/down/kernel": ("tensor", None)})
     """
     if not isinstance(model, nnx.Module):
@@ -143,7 +143,7 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
     Raises:
         CallError: the model cannot assign an axis, or a dim is not divisible by its degree.
 
-    Example:
+    Examples:
         >>> x_BTD = js.parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
     """
     where = f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})"
@@ -213,7 +213,7 @@ def to_experts(x: jax.Array) -> jax.Array:
     Returns:
         x, now split along the experts instead of the batch.
 
-    Example:
+    Examples:
         >>> h_EBCD = self.experts(js.parallel.to_experts(x_EBCD))
     """
     return _exchanged(x, 1, 0)
@@ -228,7 +228,7 @@ def from_experts(x: jax.Array) -> jax.Array:
     Returns:
         x, now split along the batch.
 
-    Example:
+    Examples:
         >>> y_EBCD = js.parallel.from_experts(h_EBCD)
     """
     return _exchanged(x, 0, 1)
@@ -248,7 +248,7 @@ def by_experts(fn: Callable[[PyTree, PyTree], jax.Array]) -> Callable[[PyTree, P
     Returns:
         The function, declared.
 
-    Example:
+    Examples:
         >>> linear = js.parallel.by_experts(lambda rows, w_EDF: jnp.einsum("be,bd,edf->bf", *rows, w_EDF))
     """
     split_over_experts = functools.wraps(fn)(functools.partial(sum_of_parts, fn))
@@ -309,7 +309,7 @@ def stages(
     Raises:
         AnnotationError: the model is not annotated, or a value is not valid.
 
-    Example:
+    Examples:
         >>> model = js.parallel.stages(model, microbatches=16, late=True)
     """
     return revise(model, stages=Stages(microbatches, late, rounds, sum_dtype))

@@ -65,7 +65,7 @@ def shard_matrices(tx: optax.GradientTransformation) -> optax.GradientTransforma
 
     Source: owner-computed updates, as in "Muon is Scalable for LLM Training", https://arxiv.org/abs/2502.16982.
 
-    Example:
+    Examples:
         >>> optimizer = js.shard_optimizer(model, js.shard_matrices(optax.contrib.muon(1e-3)))
     """
     plain = optax.with_extra_args_support(tx)

@@ -39,7 +39,7 @@ def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
     Raises:
         CallError: a leading dim is not divisible by the number of data shards, or no sequence is by `context`.
 
-    Example:
+    Examples:
         >>> batch = js.shard_batch({"x": np.zeros((16, 4))}, mesh)
     """
     mesh = cast(Mesh, check_mesh(mesh))

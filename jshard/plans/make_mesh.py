@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jshard import _compat
 from jshard._text import counted
 from jshard.errors import MeshError
 from jshard.plans.mesh import (
@@ -35,26 +36,26 @@ _ON_DEMAND = (PIPE, EXPERT, CONTEXT)  # of degree 1 a mesh lacks them: they appe
 @overload
 def mesh(
     *,
-    pipe: int = ...,
-    replica: int = ...,
-    fsdp: int = ...,
-    expert: int = ...,
-    context: int = ...,
-    tensor: int = ...,
+    pipe: int = 1,
+    replica: int = 1,
+    fsdp: int = -1,
+    expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
     devices: Sequence[Device] | None = None,
 ) -> Mesh: ...
 @overload
 def mesh(
     *,
-    pipe: int = ...,
-    replica: int = ...,
-    fsdp: int = ...,
-    expert: int = ...,
-    context: int = ...,
-    tensor: int = ...,
+    pipe: int = 1,
+    replica: int = 1,
+    fsdp: int = -1,
+    expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
     devices: int,
 ) -> AbstractMesh: ...
-def mesh(
+def mesh(  # noqa: D417 - no caller passes `unknown`: it is there for an error that names the axes
     *,
     pipe: int = 1,
     replica: int = 1,
@@ -85,16 +86,15 @@ def mesh(
         tensor: degree of the tensor axis; -1: the remaining devices.
         devices: the devices to use, all of them by default. An int creates a mesh of that many devices
             that need not exist: for `js.plan` and `js.explain`, not for arrays.
-        **unknown: not accepted: there are no other axes.
 
     Returns:
         A `jax.sharding.Mesh` with Auto axes, or an `AbstractMesh` if `devices` is an int.
 
     Raises:
-        MeshError: an axis is unknown, a degree is not positive, more than one is -1, or the product does
-            not match the number of devices.
+        MeshError: an axis is unknown, a degree is not positive, more than one is -1, the product does not match the
+            number of devices, or the installed libtpu has no tensor axis.
 
-    Example:
+    Examples:
         >>> mesh = js.mesh(replica=2, fsdp=-1)
         >>> dict(mesh.shape)
         {'replica': 2, 'fsdp': 4, 'tensor': 1}
@@ -106,6 +106,7 @@ def mesh(
         return AbstractMesh(sizes, tuple(degrees), axis_types=_auto_axes(degrees))
     chosen = list(jax.devices() if devices is None else devices)
     degrees = _degrees_for(requested, unknown, len(chosen), devices)
+    _check_tensor_on_tpu(chosen, degrees)
     arranged = _arranged(chosen, tuple(degrees.values()))
     return Mesh(arranged, tuple(degrees), axis_types=_auto_axes(degrees))
 
@@ -117,6 +118,21 @@ def _degrees_for(requested: dict[str, int], unknown: dict[str, int], count: int,
 
 def _auto_axes(degrees: Mapping[str, int]) -> tuple[AxisType, ...]:
     return (AxisType.Auto,) * len(degrees)
+
+
+def _check_tensor_on_tpu(devices: Sequence[Device], degrees: Mapping[str, int]) -> None:
+    """Raises for a tensor axis on TPUs whose compiler would abort the process."""
+    if degrees[TENSOR] == 1 or devices[0].platform != "tpu":
+        return
+    version = _compat.libtpu_without_tensor()
+    if version is None:
+        return
+    raise MeshError(
+        "The TPU compiler is too old for a tensor axis.",
+        where=f"js.mesh({degrees_text(degrees)})",
+        why=f"libtpu {version} aborts the process on products that it splits inside of a region; 0.0.50 does not.",
+        do="pip install --upgrade --no-deps 'libtpu>=0.0.50'",
+    )
 
 
 def _arranged(devices: Sequence[Device], sizes: tuple[int, ...]) -> np.ndarray:
@@ -134,10 +150,13 @@ def _nearness(device: Device) -> tuple[int, int, int]:
 
 
 def _in_torus(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarray:
-    """Arranges TPUs by position in the torus of their slice; the outermost axes span the slices."""
+    """Arranges TPUs by position in the torus of their slice; the outermost axes span the slices.
+
+    An axis is along whole dimensions of the torus if its degree allows that, and else along a part of one.
+    """
     num_slices = len({slice_of(device) for device in devices})
     if num_slices == 1:
-        return mesh_utils.create_device_mesh(sizes, devices)
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     remaining = num_slices
     slices_per_axis = []
     sizes_in_slice = []
@@ -149,7 +168,9 @@ def _in_torus(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarray:
         remaining //= spanned
     if remaining > 1:
         raise _cannot_span_slices(sizes, num_slices)
-    return mesh_utils.create_hybrid_device_mesh(sizes_in_slice, slices_per_axis, devices)
+    return mesh_utils.create_hybrid_device_mesh(
+        sizes_in_slice, slices_per_axis, devices, allow_split_physical_axes=True
+    )
 
 
 def _cannot_span_slices(sizes: Sequence[int], num_slices: int) -> MeshError:

@@ -12,7 +12,7 @@ from jshard.plans.homes import Home, settle_in
 from jshard.plans.mesh import AnyMesh, is_concrete
 from jshard.plans.numeric import Value
 from jshard.plans.padding import Padding, padding_of, store
-from jshard.plans.placement import Placement
+from jshard.plans.placement import PARAMS, Placement
 
 HOST_KIND = "pinned_host"
 """JAX's name for host memory that a device reads and writes directly."""
@@ -23,6 +23,13 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
     has_offload = bool(offload) or activations
     if not has_offload or not isinstance(mesh, Mesh):
         return
+    if offload == PARAMS and mesh.devices.flat[0].platform == "tpu":
+        raise MeshError(
+            "Parameters cannot be in the host's memory on TPUs.",
+            where=f"offload={offload!r}",
+            why="the TPU compiler fails on what is computed from arrays there: `Fusion must have backend config`.",
+            do='js.PlacementPolicy(offload="optimizer")  # only the state of the optimizer',
+        )
     lacking = []
     for device in mesh.devices.flat:
         kinds = _compat.memory_kinds(device)

@@ -17,10 +17,11 @@ from jax.typing import DTypeLike
 from jshard._parsing import FormError, checked, parse_json
 from jshard._text import human_bytes
 from jshard.errors import AnnotationError, ShardingError
-from jshard.plans.mesh import FSDP, hosts_along
+from jshard.plans.mesh import FSDP, hosts_along, sums_on_arrival
 from jshard.plans.model_axes import Entry
 from jshard.plans.placement import Placement, PlacementPolicy, place, stored_as
 from jshard.plans.policies import COMPILER, MixedPrecision
+from jshard.plans.remat import AUTO, NONE
 from jshard.plans.staged_loops import NO_STAGES, TracedStages
 from jshard.plans.units import (
     ORDINARY_STATE,
@@ -92,6 +93,7 @@ class UnitPlan:
     mixed_precision: str  # the requested dtypes
     prefetch: str = "1"  # a number of units ahead, a budget in bytes, or chosen by the compiler
     gathered: bool = True  # False: its parameters are sharded, and never gathered
+    remat_because: str = ""  # why the policy was chosen, if a traced call has chosen it for remat="auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,6 +436,7 @@ def _placed(keys: tuple[Path, ...], modules: tuple[Path, ...], leaf: Leaf, units
         pads=not allowed_by_unit and not allowed_by_root,
         ignored=any(is_ignored(path, variable) for path in (*paths_from_unit, *keys)),
         hosts=_hosts_of(unit),
+        on_arrival=sums_on_arrival(unit.mesh),
     )
 
 
@@ -468,7 +471,8 @@ def as_stored(leaf: LeafPlan, dtype: DTypeLike, units: Callable[[], Mapping[Path
     precision = unit.policy.mixed_precision
     modules = leaf.sharers or (leaf.owner,)
     name = _name_for_dtypes(_paths_from_unit(leaf.keys, modules), unit)
-    placement = stored_as(leaf.placement, dtype, name, precision, hosts=_hosts_of(unit))
+    on_arrival = sums_on_arrival(unit.mesh)
+    placement = stored_as(leaf.placement, dtype, name, precision, hosts=_hosts_of(unit), on_arrival=on_arrival)
     return dataclasses.replace(leaf, placement=placement)
 
 
@@ -508,12 +512,15 @@ def _unit_plan(path: Path, name: str, unit: Unit) -> UnitPlan:
     precision = policy.mixed_precision
     keep = f", keep={' '.join(precision.keep)}" if precision.keep else ""
     remat = policy.remat
+    is_root = not path
+    if remat == AUTO and is_root:
+        remat = NONE  # it would run every unit inside once more
     if not isinstance(remat, str):
         remat = getattr(remat, "__name__", repr(remat))
     return UnitPlan(
         name=name,
         kind=unit.kind,
-        reshard_after_forward=resharded(unit, is_root=not path),
+        reshard_after_forward=resharded(unit, is_root=is_root),
         remat=remat,
         mixed_precision=f"param={precision.param_dtype}, reduce={precision.reduce_dtype},"
         f" output={precision.output_dtype}{keep}",
@@ -560,7 +567,7 @@ def plan(model: Any, *, wrt: Filter = nnx.Param) -> ShardPlan:
         AnnotationError: the root is not annotated, parameters were added after the annotation, or those of a Linen
             module are not known yet.
 
-    Example:
+    Examples:
         >>> js.plan(model).num_parameters
         8704
     """

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
-from jshard.plans.remat import NONE, Remat, check_remat
+from jshard.plans.remat import AUTO, Remat, check_remat
 from jshard.plans.stages import DEFAULT_STAGES, Stages
 from jshard.plans.wires import registered_names, wire_named
 
@@ -65,7 +65,7 @@ class MixedPrecision:
     Raises:
         AnnotationError: a dtype is not of the kind that its field needs.
 
-    Example:
+    Examples:
         >>> half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
         >>> model = js.fully_shard(MLP(nnx.Rngs(0)), mesh=mesh, mixed_precision=half)
     """
@@ -249,7 +249,7 @@ class UnitPolicy:
 
     reshard_after_forward: bool | int | None = None
     mixed_precision: MixedPrecision = MixedPrecision()
-    remat: Remat = NONE
+    remat: Remat = AUTO
     prefetch: Prefetch | None = Prefetch(units=1)  # None: the compiler's order
     group: int | None = None
     fallback: Fallback = "warn"

@@ -17,6 +17,7 @@ Policy = Callable[..., Any]
 Remat = str | Policy
 """A name of `KEEPS` or `NAMED`, `"names:NAME,..."`, or a policy from `jax.checkpoint_policies`."""
 
+AUTO = "auto"
 NONE = "none"
 FULL = "full"
 DOTS = "dots"
@@ -52,6 +53,7 @@ KEEPS: Mapping[str, str] = MappingProxyType(
         SELECTIVE: "every second product with weights, and the result of attention",
         OFFLOADED: "the results of products with weights, in host memory",
         FULL: "nothing",
+        AUTO: "what the fastest of none, dots and full keeps, by estimates",
     }
 )
 """Descriptions of what the other policies keep."""

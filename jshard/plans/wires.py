@@ -114,7 +114,7 @@ def register_wire(name: str, *, pack: Pack, unpack: Unpack, replace: bool = Fals
     Raises:
         AnnotationError: there is a wire or a dtype of this name.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jshard as js
         >>> def pack(shard, dim):

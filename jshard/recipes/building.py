@@ -29,7 +29,7 @@ from jshard.checkpoint.errors import CheckpointError, SurplusError
 from jshard.checkpoint.formats import Names, foreign_source
 from jshard.checkpoint.lookup import checkpoint_at
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.restoring import Extra
+from jshard.checkpoint.restore_operation import Extra
 from jshard.data import Data, DataError
 from jshard.data.loader import read_sample
 from jshard.errors import RunError
@@ -43,7 +43,9 @@ from jshard.plans.units import dotted
 from jshard.recipes.ema import WEIGHTS, Ema, ema_of
 from jshard.recipes.hf_config import unchecked_names
 from jshard.recipes.linen_model import Initialising, LinenModel
+from jshard.recipes.lora import adapter_names, lora_of
 from jshard.recipes.model_file import LossFn, ModelFile, ModelFileError, check_is_text, next_token_loss
+from jshard.recipes.peft_folder import adapter_weights
 from jshard.recipes.recipe import Recipe
 
 Placer = Callable[..., Any]
@@ -119,7 +121,7 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Placer) -
         model = place(build, annotate)
     except _IsLinen:
         model = _made_linen(model_file, recipe, mesh, place)
-    _check_trained(model_file, model)
+    _check_trained(model_file, recipe, model)
     return model
 
 
@@ -133,13 +135,14 @@ def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Pla
     return model
 
 
-def _check_trained(model_file: ModelFile, model: nnx.Module) -> None:
-    if model_file.wrt is nnx.Param or jax.tree.leaves(nnx.state(model, model_file.wrt)):
+def _check_trained(model_file: ModelFile, recipe: Recipe, model: nnx.Module) -> None:
+    trained = model_file.trained(recipe)
+    if trained is nnx.Param or jax.tree.leaves(nnx.state(model, trained)):
         return
     paths = [dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     raise ModelFileError(
         "No parameter of the model is trained.",
-        where=f"{model_file.path}: wrt = {model_file.wrt!r}",
+        where=f"{model_file.path}: wrt = {trained!r}",
         why=f"it selects none of {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}.",
         do='wrt = "*/lora_*"  # a pattern of their paths, or an nnx filter',
     )
@@ -231,7 +234,7 @@ class RunState(NamedTuple):
 def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer]:
     """Returns the model of a recipe and its optimizer, with every leaf initialised sharded."""
     model = new_model(model_file, recipe, mesh)
-    return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
+    return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.trained(recipe))
 
 
 def optimizer_of(recipe: Recipe, model: nnx.Module) -> optax.GradientTransformation:
@@ -298,12 +301,18 @@ def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[st
     """Returns the abstract state in a checkpoint of a run, by the names of its parts."""
     model = abstract_model(model_file, recipe, mesh)
     # In the placement of this mesh, which may be another than that of the run that saved.
-    optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
-    return RunState(model, optimizer, 0, ema_of(recipe, model, model_file.wrt)).named()
+    optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.trained(recipe))
+    return RunState(model, optimizer, 0, ema_of(recipe, model, model_file.trained(recipe))).named()
 
 
 def create_from(
-    model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path, *, extra: Extra = "error"
+    model_file: ModelFile,
+    recipe: Recipe,
+    mesh: Mesh,
+    path: Path,
+    *,
+    extra: Extra = "error",
+    adapters: Path | None = None,
 ) -> tuple[nnx.Module, nnx.Optimizer]:
     """Returns a new model with the parameters of a checkpoint, and a new optimizer for it.
 
@@ -316,6 +325,7 @@ def create_from(
         mesh: the devices.
         path: the checkpoint.
         extra: what to do with stored parameters that the model has no place for, as in `restore`.
+        adapters: a folder of PEFT with the values of the adapters.
 
     Raises:
         ShardingError: there is no checkpoint, or its parameters do not fit the model.
@@ -324,21 +334,66 @@ def create_from(
     source, names = _source(model_file, recipe, path)
     model = new_model(model_file, recipe, mesh)
     # Adapters are new, and the checkpoint of their base lacks them.
-    missing = "error" if model_file.wrt is nnx.Param else "init"
+    missing = "error" if model_file.trained(recipe) is nnx.Param else "init"
+    like: PyTree = model
+    is_base = names is not None and lora_of(recipe.model).rank > 0
+    if is_base:  # another library's weights never have them: no warning that they are missing
+        like = nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
     with _in_words_of_the_command(path, source):
         restored = checkpoint.restore(
-            source, like={"model": model}, only="params", names=names, missing=missing, extra=extra
+            source, like={"model": like}, only="params", names=names, missing=missing, extra=extra
         )
-    model = restored["model"]
-    return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
+    if is_base:
+        nnx.update(model, restored["model"])
+    else:
+        model = restored["model"]
+    if adapters is not None:
+        _restore_adapters(model_file, recipe, model, adapters)
+    return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.trained(recipe))
 
 
-def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path, *, extra: Extra = "error") -> None:
+def _restore_adapters(model_file: ModelFile, recipe: Recipe, model: nnx.Module, folder: Path) -> None:
+    """Gives a model the adapters in a folder of PEFT."""
+    like = nnx.state(model, nnx.LoRAParam)
+    names = _adapter_names(model_file, recipe, model)
+    restored = checkpoint.restore(adapter_weights(folder), like={"model": like}, names=names)
+    nnx.update(model, restored["model"])
+
+
+def _adapter_names(model_file: ModelFile, recipe: Recipe, model: nnx.Module) -> Names:
+    """Returns PEFT's name of each adapter of a model."""
+    names = model_file.names_elsewhere(recipe.model)
+    if names is None:
+        raise ModelFileError(
+            "The model file does not say what its layers are called in PEFT.",
+            where=str(model_file.path),
+            why="it has no function hf_names(config).",
+            do="def hf_names(config): ...  # jshard init llama my_llama.py copies a file that has one",
+        )
+    adapters = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+    return adapter_names(names, {"/".join(map(str, path)) for path, _ in adapters})
+
+
+def check_source(
+    model_file: ModelFile,
+    recipe: Recipe,
+    mesh: Mesh,
+    path: Path,
+    *,
+    extra: Extra = "error",
+    adapters: Path | None = None,
+) -> None:
     """Raises what `create_from` would raise for a source that does not fit, before any array exists."""
     source, names = _source(model_file, recipe, path)
-    like: PyTree = abstract_model(model_file, recipe, mesh)
-    if model_file.wrt is not nnx.Param:  # adapters may be missing, frozen parameters may not
-        like = nnx.state(like, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
+    model = abstract_model(model_file, recipe, mesh)
+    like: PyTree = model
+    if adapters is not None:
+        lora = nnx.state(model, nnx.LoRAParam)
+        checkpoint.forecast(
+            adapter_weights(adapters), like={"model": lora}, names=_adapter_names(model_file, recipe, model)
+        )
+    if model_file.trained(recipe) is not nnx.Param:  # adapters may be missing, frozen parameters may not
+        like = nnx.state(like, nnx.All(nnx.Param, nnx.Not(model_file.trained(recipe))))
         extra = "ignore"  # `create_from` knows what the adapters take
     with _in_words_of_the_command(path, source):
         checkpoint.forecast(source, like={"model": like}, only="params", names=names, extra=extra)

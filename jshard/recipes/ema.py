@@ -46,7 +46,7 @@ class Ema(nnx.Module):
         weights: the averages, as a state with the paths of the model's.
         count: number of updates since the start.
 
-    Example:
+    Examples:
         >>> ema = train.Ema(model, decay=0.999)
         >>> step = train.TrainStep(loss_fn, model, optimizer, batch, ema=ema)
     """

@@ -240,7 +240,7 @@ def settings_of(path: Path, types: Sequence[str]) -> dict[str, Json]:
 def filled(model: M, path: str | Path, types: Sequence[str] = tuple(FAMILIES)) -> M:
     """Returns the config of a recipe's model with the values of a folder's config.json.
 
-    Example:
+    Examples:
         >>> config = filled(LlamaConfig(), "llama3/")
     """
     names = {field.name for field in dataclasses.fields(model)}  # pyright: ignore[reportArgumentType]
@@ -297,7 +297,8 @@ def _check_adapters(path: Path) -> None:
         "The folder has adapters, not the weights of a model.",
         where=str(file),
         why="PEFT stores what it adds to another model, in LoRA's layout or another, and not the sums.",
-        do="from peft import AutoPeftModelForCausalLM\n"
+        do=f"--init-from BASE --adapters {folder}  # trains on with LoRA; or the sums, as weights of a model:\n"
+        "from peft import AutoPeftModelForCausalLM\n"
         f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('merged')",
     )
 

@@ -14,11 +14,14 @@ from jshard.recipes.hf_keys import (
     Fixed,
     Gated,
     HeadWidth,
+    LayerPattern,
     LayerWindow,
     Meaning,
+    QueryScale,
     Rope,
     SlidingWindow,
     TiedAndScaled,
+    TwoRopes,
 )
 
 
@@ -163,103 +166,142 @@ _NO_BIAS = (Fixed(name="attention_bias", only=(False, None)), Fixed(name="mlp_bi
 
 _CHOICES = ConfigKey(name="num_experts_per_tok", field="top_k", default=2)
 
+_GEMMA_LAYERS = ConfigKey(name="num_hidden_layers", field="n_layer", default=26)
+_GEMMA_LENGTH = ConfigKey(name="max_position_embeddings", field="block_size", default=131_072, is_compared=False)
+_GEMMA_HEAD = ConfigKey(name="head_dim", field="head_dim", default=256)
+
 _EMBEDDING = ConfigKey(name="n_embd", field="d_model", default=768)
 _T5_LAYERS = ConfigKey(name="num_layers", field="n_layer", default=6)
 
+_LLAMA = Family(
+    model_type="llama",
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM", "LlamaModel"),
+    keys=(
+        *_decoder("llama", shared=None, width=None, bias=True),
+        ConfigKey(name="mlp_bias", field="mlp_bias", default=False, off=False),
+    ),
+    fixed=(_SILU, _NO_WINDOW, _NO_LAYER_WINDOW, _NO_MROPE),
+    implied={"qk_norm": False, "sliding_window": 0},
+)
+
+_MISTRAL = Family(
+    model_type="mistral",
+    architectures=("MistralForCausalLM", "MistralModel"),
+    keys=(*_decoder("mistral", shared=8, width=None, bias=False), SlidingWindow(default=4096)),
+    fixed=(_SILU, *_NO_BIAS),
+    implied={"attention_bias": "none", "mlp_bias": False, "qk_norm": False},
+)
+
+_MIXTRAL = Family(
+    model_type="mixtral",
+    architectures=("MixtralForCausalLM", "MixtralModel"),
+    keys=(
+        *_decoder("mixtral", shared=8, width=None, bias=False, epsilon=1e-5, theta=1e6),
+        SlidingWindow(),
+        ConfigKey(name="num_local_experts", field="n_expert", default=8),
+        _CHOICES,
+        BalanceWeight(choices=_CHOICES),
+    ),
+    fixed=(_SILU, *_NO_BIAS),
+    implied={"n_shared": 0},
+    preferred={"capacity": 0.0},  # no token is dropped
+)
+
+_QWEN2 = Family(
+    model_type="qwen2",
+    architectures=("Qwen2ForCausalLM", "Qwen2Model"),
+    keys=_decoder("qwen2", shared=32, width=None, window=True, bias=False),
+    fixed=(_SILU, _NO_MROPE, Fixed(name="attention_bias", only=(None, True))),  # its code always has them
+    implied={"attention_bias": "qkv", "mlp_bias": False, "qk_norm": False},
+)
+
+_QWEN3 = Family(
+    model_type="qwen3",
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    keys=_decoder("qwen3", shared=32, width=128, window=True, bias=True),
+    fixed=(_SILU, _NO_MROPE),
+    implied={"mlp_bias": False, "qk_norm": True},
+)
+
+_GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
+    keys=(
+        ConfigKey(name="vocab_size", field="vocab_size", default=262_208),
+        _GEMMA_LENGTH,
+        _GEMMA_LAYERS,
+        ConfigKey(name="num_attention_heads", field="n_head", default=8),
+        ConfigKey(name="num_key_value_heads", field="n_kv_head", default=4),
+        _GEMMA_HEAD,
+        ConfigKey(name="hidden_size", field="d_model", default=2304),
+        ConfigKey(name="intermediate_size", field="d_ff", default=9216),
+        ConfigKey(name="rms_norm_eps", field="rms_norm_eps", default=1e-6),
+        TwoRopes(length=_GEMMA_LENGTH, default=1_000_000.0),
+        SlidingWindow(default=4096),
+        LayerPattern(layers=_GEMMA_LAYERS),
+        QueryScale(base=_GEMMA_HEAD),
+        _ATTENTION_BIAS,
+    ),
+    fixed=(
+        Fixed(name="hidden_activation", only=("gelu_pytorch_tanh",)),
+        Fixed(name="hidden_act", only=(None, "gelu_pytorch_tanh")),
+        Fixed(name="tie_word_embeddings", only=(True,)),
+        Fixed(name="attn_logit_softcapping", only=(None,)),
+        Fixed(name="final_logit_softcapping", only=(None,)),
+        Fixed(name="use_bidirectional_attention", only=(None, False), why="a token also attends to later ones"),
+    ),
+    implied={"mlp_bias": False, "qk_norm": True, "tied": True},
+)
+
+_GPT2 = Family(
+    model_type="gpt2",
+    architectures=("GPT2LMHeadModel", "GPT2Model"),
+    keys=(
+        ConfigKey(name="vocab_size", field="vocab_size", default=50_257),
+        ConfigKey(name="n_positions", field="block_size", default=1024),
+        ConfigKey(name="n_layer", field="n_layer", default=12),
+        ConfigKey(name="n_head", field="n_head", default=12),
+        _EMBEDDING,
+        DerivedKey(name="n_inner", field="d_ff", base=_EMBEDDING, times=4),
+        ConfigKey(name="layer_norm_epsilon", field="layer_norm_eps", default=1e-5),
+        ConfigKey(name="tie_word_embeddings", field="tied", default=True),
+    ),
+    fixed=(
+        Fixed(name="activation_function", only=("gelu_new", "gelu_pytorch_tanh")),
+        Fixed(name="scale_attn_by_inverse_layer_idx", only=(False,)),
+        Fixed(name="scale_attn_weights", only=(True,)),
+    ),
+    # GPT-2 has no key for it.
+    implied={"positions": "learned"},
+)
+
+_T5 = Family(
+    model_type="t5",
+    architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"),
+    keys=(
+        ConfigKey(name="vocab_size", field="vocab_size", default=32_128),
+        _T5_LAYERS,
+        DerivedKey(name="num_decoder_layers", field="n_layer", base=_T5_LAYERS),
+        ConfigKey(name="num_heads", field="n_head", default=8),
+        ConfigKey(name="d_model", field="d_model", default=512),
+        ConfigKey(name="d_kv", field="d_kv", default=64),
+        ConfigKey(name="d_ff", field="d_ff", default=2048),
+        ConfigKey(name="relative_attention_num_buckets", field="num_buckets", default=32),
+        ConfigKey(name="relative_attention_max_distance", field="max_distance", default=128),
+        Gated(
+            name="feed_forward_proj",
+            field="gated",
+            default="relu",
+            choices=(Meaning("relu", False), Meaning("gated-gelu", True)),
+        ),
+        TiedAndScaled(),
+    ),
+    fixed=(
+        Fixed(name="is_encoder_decoder", only=(True,)),
+        Fixed(name="layer_norm_epsilon", only=(1e-6,)),
+    ),
+)
+
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family(
-            model_type="llama",
-            architectures=("LlamaForCausalLM", "LLaMAForCausalLM", "LlamaModel"),
-            keys=(
-                *_decoder("llama", shared=None, width=None, bias=True),
-                ConfigKey(name="mlp_bias", field="mlp_bias", default=False, off=False),
-            ),
-            fixed=(_SILU, _NO_WINDOW, _NO_LAYER_WINDOW, _NO_MROPE),
-            implied={"qk_norm": False, "sliding_window": 0},
-        ),
-        Family(
-            model_type="mistral",
-            architectures=("MistralForCausalLM", "MistralModel"),
-            keys=(*_decoder("mistral", shared=8, width=None, bias=False), SlidingWindow(default=4096)),
-            fixed=(_SILU, *_NO_BIAS),
-            implied={"attention_bias": "none", "mlp_bias": False, "qk_norm": False},
-        ),
-        Family(
-            model_type="mixtral",
-            architectures=("MixtralForCausalLM", "MixtralModel"),
-            keys=(
-                *_decoder("mixtral", shared=8, width=None, bias=False, epsilon=1e-5, theta=1e6),
-                SlidingWindow(),
-                ConfigKey(name="num_local_experts", field="n_expert", default=8),
-                _CHOICES,
-                BalanceWeight(choices=_CHOICES),
-            ),
-            fixed=(_SILU, *_NO_BIAS),
-            implied={"n_shared": 0},
-            preferred={"capacity": 0.0},  # no token is dropped
-        ),
-        Family(
-            model_type="qwen2",
-            architectures=("Qwen2ForCausalLM", "Qwen2Model"),
-            keys=_decoder("qwen2", shared=32, width=None, window=True, bias=False),
-            fixed=(_SILU, _NO_MROPE, Fixed(name="attention_bias", only=(None, True))),  # its code always has them
-            implied={"attention_bias": "qkv", "mlp_bias": False, "qk_norm": False},
-        ),
-        Family(
-            model_type="qwen3",
-            architectures=("Qwen3ForCausalLM", "Qwen3Model"),
-            keys=_decoder("qwen3", shared=32, width=128, window=True, bias=True),
-            fixed=(_SILU, _NO_MROPE),
-            implied={"mlp_bias": False, "qk_norm": True},
-        ),
-        Family(
-            model_type="gpt2",
-            architectures=("GPT2LMHeadModel", "GPT2Model"),
-            keys=(
-                ConfigKey(name="vocab_size", field="vocab_size", default=50_257),
-                ConfigKey(name="n_positions", field="block_size", default=1024),
-                ConfigKey(name="n_layer", field="n_layer", default=12),
-                ConfigKey(name="n_head", field="n_head", default=12),
-                _EMBEDDING,
-                DerivedKey(name="n_inner", field="d_ff", base=_EMBEDDING, times=4),
-                ConfigKey(name="layer_norm_epsilon", field="layer_norm_eps", default=1e-5),
-                ConfigKey(name="tie_word_embeddings", field="tied", default=True),
-            ),
-            fixed=(
-                Fixed(name="activation_function", only=("gelu_new", "gelu_pytorch_tanh")),
-                Fixed(name="scale_attn_by_inverse_layer_idx", only=(False,)),
-                Fixed(name="scale_attn_weights", only=(True,)),
-            ),
-            # GPT-2 has no key for it.
-            implied={"positions": "learned"},
-        ),
-        Family(
-            model_type="t5",
-            architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"),
-            keys=(
-                ConfigKey(name="vocab_size", field="vocab_size", default=32_128),
-                _T5_LAYERS,
-                DerivedKey(name="num_decoder_layers", field="n_layer", base=_T5_LAYERS),
-                ConfigKey(name="num_heads", field="n_head", default=8),
-                ConfigKey(name="d_model", field="d_model", default=512),
-                ConfigKey(name="d_kv", field="d_kv", default=64),
-                ConfigKey(name="d_ff", field="d_ff", default=2048),
-                ConfigKey(name="relative_attention_num_buckets", field="num_buckets", default=32),
-                ConfigKey(name="relative_attention_max_distance", field="max_distance", default=128),
-                Gated(
-                    name="feed_forward_proj",
-                    field="gated",
-                    default="relu",
-                    choices=(Meaning("relu", False), Meaning("gated-gelu", True)),
-                ),
-                TiedAndScaled(),
-            ),
-            fixed=(
-                Fixed(name="is_encoder_decoder", only=(True,)),
-                Fixed(name="layer_norm_epsilon", only=(1e-6,)),
-            ),
-        ),
-    )
+    family.model_type: family for family in (_LLAMA, _MISTRAL, _MIXTRAL, _QWEN2, _QWEN3, _GEMMA3_TEXT, _GPT2, _T5)
 }

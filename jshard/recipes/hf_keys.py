@@ -115,6 +115,28 @@ class HeadWidth(ConfigKey):
         return getattr(model, self.field, 0) or model.d_model // model.n_head
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScale(ConfigKey):
+    """By the root of what Gemma divides scores: the recipe divides by that of the width of a head.
+
+    Attributes:
+        base: the width of a head.
+    """
+
+    name: str = "query_pre_attn_scalar"
+    field: str = "head_dim"
+    default: Json = 256
+    base: ConfigKey
+
+    def stored(self, config: Config) -> Json:
+        """See `ConfigKey.stored`."""
+        width = self.base.stored(config)
+        value = super().stored(config)
+        if value != width:
+            raise ValueError(f"{value} is supported only for heads of that width, and not of {width}")
+        return value
+
+
 @dataclasses.dataclass(frozen=True)
 class Meaning:
     """A value of the file and the value of the recipe's field that means the same."""
@@ -261,6 +283,45 @@ class LayerWindow(SlidingWindow):
             # 0, or the first 28 layers would have no window by default.
             return {"use_sliding_window": True, "sliding_window": value, "max_window_layers": 0}
         return {"use_sliding_window": False}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerPattern(ConfigKey):
+    """How often a layer of Gemma 3 sees all positions; the others see a window."""
+
+    name: str = "layer_types"
+    field: str = "full_every"
+    default: Json = 6
+    layers: ConfigKey
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `ConfigKey.names`."""
+        return ("layer_types", "sliding_window_pattern", "_sliding_window_pattern")
+
+    def stored(self, config: Config) -> Json:
+        """See `ConfigKey.stored`."""
+        every = self.default
+        for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+            if config.get(name) is not None:
+                every = typed(config[name], int)
+        kinds = config.get("layer_types")
+        if kinds is None:
+            return every
+        num_layers = self.layers.stored(config)
+        _num_named(kinds, num_layers)
+        # The list replaces the number. Without a layer that sees all, any larger number says the same.
+        every = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(every, num_layers + 1)
+        if kinds != self._kinds(every, num_layers):
+            raise ValueError("the layers that see all do not stand at equal distances")
+        return every
+
+    def written(self, value: Json) -> dict[str, Json]:
+        """See `ConfigKey.written`; without the list, which has the number of layers, and follows from it."""
+        return {"sliding_window_pattern": value}
+
+    def _kinds(self, every: int, num_layers: int) -> list[str]:
+        return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
 
 
 def _num_after_first(config: Config, num_layers: int) -> int:
@@ -446,6 +507,71 @@ class Rope(ConfigKey):
             # The length of the recipe may be another, and is replaced by the one that scaling begins at.
             result[self.length.name] = keys.pop(_ORIGINAL.name)
         return result | {"rope_scaling": {"rope_type": kind, **keys}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoRopes(Rope):
+    """The rotary positions of Gemma 3: of layers that see all, and by another base of those that see a window.
+
+    The base of the latter is in `rope_local_base_freq`, or from Transformers 5 on in `rope_parameters`, which then has
+    an entry for each kind of layer.
+    """
+
+    local_default: Json = 10_000.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `ConfigKey.names`."""
+        return (*super().names, "rope_local_base_freq")
+
+    @property
+    def described(self) -> str:
+        """See `ConfigKey.described`."""
+        return "model.rope_theta, model.rope_scaling, model.local_theta"
+
+    def stored(self, config: Config) -> Json:
+        """See `ConfigKey.stored`; that of `Rope`, with "local_theta"."""
+        local_theta = config.get("rope_local_base_freq")
+        parameters = config.get("rope_parameters")
+        if parameters and parameters.keys() <= {"full_attention", "sliding_attention"}:
+            local_theta = self._local_theta(parameters.get("sliding_attention") or {}, local_theta)
+            config = {**config, "rope_parameters": parameters.get("full_attention")}
+        if local_theta is None:
+            local_theta = self.local_default
+        return {**super().stored(config), "local_theta": typed(local_theta, float)}
+
+    def _local_theta(self, entry: Mapping[str, Json], older: Json) -> Json:
+        """Returns the base of layers with a window, or None.
+
+        Args:
+            entry: that of these layers in `rope_parameters`.
+            older: the value of the key in older files, or None.
+        """
+        check_only(entry, "rope_type", (None, "default"))
+        if entry.keys() - {"rope_type", "rope_theta"}:
+            raise ValueError("the positions of layers with a window are scaled")
+        theta = entry.get("rope_theta")
+        if older is None:
+            return theta
+        if theta not in (None, older):
+            raise ValueError(f"rope_local_base_freq is {older} and {theta}")
+        return older
+
+    def computed(self, model: ModelConfig) -> Json:
+        """See `ConfigKey.computed`."""
+        value = super().computed(model)
+        if value is None:
+            return None
+        return {**value, "local_theta": getattr(model, "local_theta", None)}
+
+    def fields(self, value: Json) -> dict[str, Json]:
+        """See `ConfigKey.fields`."""
+        of_all = {name: setting for name, setting in value.items() if name != "local_theta"}
+        return {**super().fields(of_all), "local_theta": value["local_theta"]}
+
+    def written(self, value: Json) -> dict[str, Json]:
+        """See `ConfigKey.written`."""
+        return {**super().written(value), "rope_local_base_freq": value["local_theta"]}
 
 
 def _kind_of_scaling(part: Mapping[str, Json]) -> str:

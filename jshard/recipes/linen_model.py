@@ -24,6 +24,7 @@ from jshard.linen.parameters import as_arrays, flat, flat_params, is_box, nested
 from jshard.plans.memories import to_device
 from jshard.plans.padding import Padding, store
 from jshard.plans.policies import UnitPolicy
+from jshard.plans.remat import AUTO, NONE
 from jshard.plans.units import Method, Path, attach, dotted, located, unit_of
 
 _STATE = "batch_stats", "cache"  # a run updates them, requested or not
@@ -302,7 +303,7 @@ def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Mo
     default = UnitPolicy().mixed_precision
     changed = []
     for path, policy in policies.items():
-        if policy.remat != "none" or policy.mixed_precision != default:
+        if policy.remat not in (AUTO, NONE) or policy.mixed_precision != default:
             changed.append(path)
     if changed:
         raise AnnotationError(

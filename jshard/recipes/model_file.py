@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import re
 import shlex
 import sys
@@ -59,9 +60,12 @@ from jshard.recipes import model_path, shipped_folder, shipped_models
 from jshard.recipes.hf_config import checked_names, unchecked_names
 from jshard.recipes.hf_families import FAMILIES
 from jshard.recipes.hf_keys import ModelConfig
+from jshard.recipes.lora import trained_in
 from jshard.recipes.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
+"""What a loss takes beside the model: arrays by key, sharded along their first dim."""
+
 LossValue = jax.Array | WeightedMean
 LossFn = Callable[[Any, Any], Any]
 """Of a model and a batch: the loss, or the loss and a dict of metrics; each a scalar or a `WeightedMean`."""
@@ -74,11 +78,58 @@ class ModelFileError(ShardingError):
     """The model file or the requested recipe cannot be used."""
 
 
-def next_token_loss(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
-    """Returns the mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token."""
+def next_token_loss(model: Callable[..., jax.Array], batch: Batch) -> LossValue:
+    """Returns the mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token.
+
+    With "weights" in the batch it is the mean over the tokens by their weights. Packed conversations have "segment_ids"
+    and "positions", which the model is called with.
+    """
     check_is_text(batch, where="batch of next_token_loss")
-    logits = model(batch["inputs"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+    packed = segments_in(batch)
+    if packed:
+        _check_takes(model, packed)
+    return token_loss(model(batch["inputs"], **packed), batch)
+
+
+def _check_takes(model: Callable[..., object], packed: Mapping[str, object]) -> None:
+    """Raises for a model whose call does not take the arguments by which packed conversations are kept apart."""
+    try:
+        inspect.signature(model).bind(None, **packed)
+    except TypeError as error:
+        raise ModelFileError(
+            "The model does not keep packed conversations apart.",
+            where=f"{type(model).__name__}.__call__",
+            why=f"{error}: they would see each other.",
+            do="--pack no  # each conversation in a sequence of its own; or write the call as in llama.py:\n"
+            "def __call__(self, tokens, segments=None, positions=0): ...",
+        ) from error
+
+
+def token_loss(logits: jax.Array, batch: Batch) -> LossValue:
+    """Returns the mean cross entropy of logits (B, T, V) with the targets of a batch, in nats per token.
+
+    It is computed in float32. With "weights" in the batch (1 for a token to learn, else 0) it is the mean by weight: a
+    `js.WeightedMean`, which is right over all microbatches and data shards.
+
+    Examples:
+        >>> def loss_fn(model, batch):
+        ...     return js.train.token_loss(model(batch["inputs"]), batch)
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+    if "weights" not in batch:
+        return losses.mean()
+    return WeightedMean((losses * batch["weights"]).sum(), batch["weights"].sum())
+
+
+def segments_in(batch: Batch) -> dict[str, jax.Array]:
+    """Returns the arguments by which a model keeps packed conversations apart; none if they are not packed.
+
+    They are `segments`, which number the conversations of a sequence from 1, with 0 for padding, and `positions`, which
+    begin at 0 in each.
+    """
+    if "segment_ids" not in batch:
+        return {}
+    return {"segments": batch["segment_ids"], "positions": batch["positions"]}
 
 
 # Other entries in a line of the record: not allowed as names of metrics.
@@ -251,6 +302,10 @@ class ModelFile:
             )
         return name, _made(self.path, name, self.recipes[name])
 
+    def trained(self, recipe: Recipe) -> Filter:
+        """Returns the parameters that are trained: `wrt`, or of a config with adapters these alone."""
+        return trained_in(recipe.model, self.wrt)
+
     def with_units(self, settings: Mapping[str, object]) -> ModelFile:
         """Returns the model file with other settings of the units."""
         return dataclasses.replace(self, units={**self.units, **settings})
@@ -321,9 +376,10 @@ def load_model_file(path: str | Path) -> ModelFile:
     path = model_path(expanded(path))
     _check_file(path)
     folder = str(path.resolve().parent)
-    # A second model file of the folder would add it again.
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    # First, also if it is in the path already: the folder of another model file may have neighbours of the same names.
+    if folder in sys.path:
+        sys.path.remove(folder)
+    sys.path.insert(0, folder)
     return _pick(_module(path), path)
 
 

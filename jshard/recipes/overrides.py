@@ -59,8 +59,8 @@ def override(recipe: R, settings: Sequence[str]) -> R:
     Returns:
         A new recipe of the same class.
 
-    Example:
-        override(recipe, ["learning_rate=1e-3", "model.n_layer=4"])
+    Examples:
+        >>> override(recipe, ["learning_rate=1e-3", "model.n_layer=4"])
     """
     by_depth = sorted(_walk(recipe), key=lambda item: item[0].count("."))  # its own before nested ones
     keys = dict(by_depth)

@@ -63,7 +63,7 @@ class TrainStep:
     Raises:
         AnnotationError: the model is not annotated, or arrays of the state are not on its mesh.
 
-    Example:
+    Examples:
         >>> step = train.TrainStep(loss_fn, model, optimizer, batch)
         >>> scalars = step(batch)  # returns at once; the devices are still at work
         >>> float(scalars["loss"])
@@ -317,7 +317,7 @@ class AveragedModel:
     Raises:
         AnnotationError: it was not.
 
-    Example:
+    Examples:
         >>> averaged = train.AveragedModel(step)
         >>> train.evaluate(averaged, train.EvalStep(loss_fn, averaged, batch), loader.held_out(100))
     """
@@ -379,7 +379,7 @@ class EvalStep:
             the weights, as averages have.
         batch: a batch as in later calls.
 
-    Example:
+    Examples:
         >>> evaluate = train.EvalStep(loss_fn, step, batch)
         >>> scalars = evaluate(step.model_leaves, batch)
     """
@@ -560,7 +560,7 @@ class Mfu:
         formula: the formula of that number.
         peak: of all devices.
 
-    Example:
+    Examples:
         >>> peak = device_peak(jax.devices())
         >>> mfu = Mfu(*dense_flops(num_parameters=1_425_600, num_tokens=4096), peak)
         >>> mfu.of(step_s=0.131)

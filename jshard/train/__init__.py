@@ -12,7 +12,7 @@
 Data are in `js.data`, float16's loss scale is `js.LossScale`, and the rest is in the modules of this package and of
 `jshard.recipes`.
 
-Example:
+Examples:
     >>> import jshard as js
     >>> step = js.train.TrainStep(loss_fn, model, optimizer, batch)
     >>> js.train.fit(step, loader.train(1000), num_steps=1000, tracker=js.train.Progress(1000))

@@ -1,8 +1,12 @@
 from jshard.launch.stop_signal import StopSignal as StopSignal
 from jshard.recipes.ema import Ema as Ema
+from jshard.recipes.lora import LoRA as LoRA
+from jshard.recipes.lora import without_adapters as without_adapters
 from jshard.recipes.model_file import Batch as Batch
 from jshard.recipes.model_file import ModelFile as ModelFile
 from jshard.recipes.model_file import load_model_file as load_model_file
+from jshard.recipes.model_file import segments_in as segments_in
+from jshard.recipes.model_file import token_loss as token_loss
 from jshard.recipes.recipe import Recipe as Recipe
 from jshard.recipes.step import AveragedModel as AveragedModel
 from jshard.recipes.step import EvalStep as EvalStep

@@ -128,6 +128,14 @@ def paused_s(attempts: Sequence[Attempt]) -> float:
     return round(total_s, 3)
 
 
+def describe_losses(attempts: Sequence[Attempt]) -> str | None:
+    """Returns one line for a run that has failed; None if each attempt so far ended on request, and lost nothing."""
+    earlier = attempts[:-1]
+    if all(attempt.get("on_request") for attempt in earlier):
+        return None
+    return describe_attempts(attempts)
+
+
 def describe_attempts(attempts: Sequence[Attempt]) -> str:
     """Returns one line for a run of several attempts."""
     lost = sum(attempt.get("steps_lost", 0) for attempt in attempts)

@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,7 +114,7 @@ def with_feedback(candidates: Search, measure: Callable[[Cost], float], *, tries
 def _requested(costs: Sequence[Cost], candidates: Search) -> Cost | None:
     """Returns the configuration that was requested; None if it is not among these."""
     for cost in costs:
-        if is_same(cost, candidates.default):
+        if candidates.default is not None and is_same(cost, candidates.default):
             return cost
     return None
 
@@ -150,6 +150,7 @@ def chosen_variant(
     mesh: Mesh,
     data: Data,
     *,
+    free: Collection[str],
     compiler_options: Mapping[str, object] | None = None,
     say: Callable[[Any], object] = show,
 ) -> Variant:
@@ -157,6 +158,15 @@ def chosen_variant(
 
     All configurations are estimated, a few are run for some steps, and the measured times correct the estimates. With
     several processes all call it.
+
+    Args:
+        model_file: of the model.
+        recipe: its recipe.
+        mesh: the requested mesh, with the devices of the run.
+        data: the data, already read.
+        free: the axes whose degrees are chosen; the others stay as requested.
+        compiler_options: of the step.
+        say: prints lines and tables.
 
     Raises:
         ShardingError: no configuration fits, by the estimate.
@@ -176,7 +186,7 @@ def chosen_variant(
     with at_work("--auto: estimating every configuration", say=say, stream=stream) as work:
         # Agreed before the search: with other machines the processes would run different programs.
         costs = Costs(model_file, recipe, _agreed(machine_here(mesh)))
-        candidates = search(costs, dict(mesh.shape))
+        candidates = search(costs, dict(mesh.shape), free=free)
         work.result = candidates.counted
     if not candidates.ranked:
         raise _nothing_fits(candidates)
@@ -232,7 +242,7 @@ def _step_times_s(
         *state,
         batch_like(data, recipe.batch_size, mesh),
         accumulate=recipe.accumulate,
-        ema=ema_of(recipe, model, model_file.wrt),
+        ema=ema_of(recipe, model, model_file.trained(recipe)),
         compiler_options=compiler_options,
     )
     del model, state  # the step owns the arrays, and reuses their memory

@@ -219,7 +219,7 @@ def _failed_check(search: _Search) -> _FailedCheck | None:
     None if the plain model has none. An infinite loss may have none; then its gradient has one.
     """
     loss_fn = search.model_file.loss
-    wrt = search.model_file.wrt
+    wrt = search.model_file.trained(search.recipe)
     graphdef, state = nnx.split(search.model)
 
     def plain() -> contextlib.AbstractContextManager[object]:

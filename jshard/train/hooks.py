@@ -34,7 +34,7 @@ class PeriodicHook:
         run: the action; receives the number of completed steps.
         check: called after every step; raises errors that have occurred since.
 
-    Example:
+    Examples:
         >>> hook = PeriodicHook(every=100, run=lambda step: print(f"{step} steps are done"))
         >>> js.train.fit(step, loader.train(1000), num_steps=1000, hooks=[hook])
     """
@@ -95,7 +95,7 @@ class StepHook:
         run: receives the number of completed steps, and the scalars of the last of them as in the record.
         every: the interval in steps.
 
-    Example:
+    Examples:
         >>> hook = StepHook(every=10, run=lambda step, scalars: print(step, scalars["loss"]))
     """
 
@@ -110,7 +110,7 @@ class EvaluatedHook:
     Attributes:
         run: receives the number of completed steps, and the results under the names of the record, such as "val_loss".
 
-    Example:
+    Examples:
         >>> hook = EvaluatedHook(run=lambda step, scalars: print(step, scalars["val_loss"]))
     """
 
@@ -127,7 +127,7 @@ class SavedHook:
     Attributes:
         run: receives the step of the checkpoint, and its folder, or its address in a bucket.
 
-    Example:
+    Examples:
         >>> hook = SavedHook(run=lambda step, folder: shutil.copytree(folder, f"/backup/{step}"))
     """
 

@@ -95,7 +95,7 @@ def fit(
     Raises:
         RunError: the loss or the gradient norm is not finite.
 
-    Example:
+    Examples:
         >>> hooks = [
         ...     EvaluationHook(every=50, run=lambda done: evaluate(step, eval_step, loader.held_out(100))),
         ...     CheckpointHook(every=200, run=lambda done: checkpointer.save(done, {"model": step.model})),

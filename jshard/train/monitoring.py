@@ -88,7 +88,7 @@ class EarlyStopping:
     Attributes:
         history: all evaluations so far.
 
-    Example:
+    Examples:
         >>> until = train.EarlyStopping(train.Monitor(metric="val_loss"), patience=3)
         >>> train.fit(step, batches, num_steps=1000, hooks=[train.EvaluationHook(every=50, run=evaluate, until=until)])
     """

@@ -18,7 +18,7 @@ from jshard._files import write_text
 from jshard._live import LiveLine
 from jshard._paths import expanded
 from jshard._processes import is_primary
-from jshard._text import clock_text, duration, human_bytes, loss_text
+from jshard._text import clock_text, duration, human_bytes, loss_text, three_digits
 from jshard.errors import ShardingError
 from jshard.inspect.profile.files import PROFILE, PROGRAM, process_folder
 from jshard.recipes.step import Mfu
@@ -159,10 +159,10 @@ class Progress:
         stream: where to write; standard output by default.
         clock: returns seconds.
 
-    Example:
+    Examples:
         >>> progress = Progress(500)
-        >>> progress.log(120, {"loss": 2.3456, "tokens_per_s": 31234.0, "step_s": 0.131, "mfu": 0.231})
-        step 120/500  loss 2.3456  31,234 tokens/s  131 ms/step  ETA 0:50  MFU 23.1%
+        >>> progress.log(120, {"loss": 2.3456, "grad_norm": 0.51, "tokens_per_s": 31234.0, "step_s": 0.131})
+        step 120/500  loss 2.3456  31,234 tokens/s  131 ms/step  ETA 0:50  grad 0.510
     """
 
     def __init__(
@@ -220,6 +220,10 @@ class Progress:
             fields.append(f"ETA {clock_text((self._num_steps - step) * scalars['step_s'])}")
         if "mfu" in scalars:
             fields.append(f"MFU {scalars['mfu']:.1%}")
+        if "grad_norm" in scalars:
+            fields.append(f"grad {_norm_text(scalars['grad_norm'])}")
+        if "learning_rate" in scalars:
+            fields.append(f"lr {_rate_text(scalars['learning_rate'])}")
         if "peak_bytes" in scalars:
             fields.append(f"peak {human_bytes(scalars['peak_bytes'])}{self._peak_suffix}")
         if "slow_process" in scalars:
@@ -267,6 +271,17 @@ def _fitted(fields: list[str], columns: int) -> str:
     return line[:columns]
 
 
+def _norm_text(norm: float) -> str:
+    """Returns the norm of a gradient with three digits, so that the fields behind it hardly move."""
+    if norm == 0 or 1e-2 <= norm < 1e5:
+        return three_digits(norm)
+    return f"{norm:.1e}"
+
+
+def _rate_text(learning_rate: float) -> str:
+    return f"{learning_rate:.1e}" if learning_rate else "0"
+
+
 def _rate(per_s: float) -> str:
     if per_s >= 100:
         return f"{per_s:,.0f}"
@@ -289,7 +304,7 @@ class StepProfile:
         program: returns the text of the compiled step, if it has one.
         say: prints a line.
 
-    Example:
+    Examples:
         >>> profile = StepProfile("runs/own", range(11, 16), program=step.compiled.as_text)
         >>> js.train.fit(step, batches, num_steps=100, profile=profile)
         >>> print(js.read_profile("runs/own"))

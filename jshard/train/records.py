@@ -24,7 +24,7 @@ from jshard.errors import RunError, ShardingError, UnsafeFileError
 class Tracker(Protocol):
     """Receives the scalars of a run. One process of the run has trackers, the others have none.
 
-    Example:
+    Examples:
         >>> class Prints:
         ...     def log(self, step, scalars):
         ...         print(step, dict(scalars))
@@ -125,7 +125,7 @@ class Jsonl:
         ShardingError: the file exists and nothing is resumed.
         RunError: the file cannot be read or written, or is damaged before its last line.
 
-    Example:
+    Examples:
         >>> metrics = Jsonl("metrics.jsonl")
         >>> metrics.log(1, {"loss": 5.54})
         >>> metrics.close()

@@ -16,6 +16,7 @@ from jshard._paths import expanded
 from jshard._processes import all_or_none, is_primary
 from jshard._text import counted
 from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
+from jshard.checkpoint.restoring import Extra
 from jshard.data import Data, DataError, Loader, Tokenizer, local_rows
 from jshard.errors import ShardingError
 from jshard.launch import StopSignal
@@ -56,7 +57,7 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
         ShardingError: the request cannot be met; nothing was written.
         RunError: the run has failed; the text names its last checkpoint.
 
-    Example:
+    Examples:
         >>> options = RunOptions(mesh=js.mesh(), data=data, out="runs/gpt")
         >>> js.train.run_recipe(model_file, recipe, options)
     """
@@ -67,7 +68,16 @@ def run_recipe(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> Fi
     # Of the size of a microbatch, for which the step has memory.
     eval_loader = _loader(options.data, recipe, recipe.batch_size // recipe.accumulate, options.mesh)
     _check_monitor(model_file, recipe, options, eval_loader.batch_size)
-    _check_initial_parameters(model_file, recipe, options)
+    check_initial_parameters(
+        model_file,
+        recipe,
+        options.mesh,
+        options.init_from,
+        extra=options.extra,
+        resume=options.resume,
+        series=options.command_options.get("checkpoints") or Path(options.out) / OF_A_RUN,
+        adapters=options.adapters,
+    )
     # Before the folder is opened: it refuses a machine without room for the copies.
     copies = None
     if options.keep_in_memory is not None:
@@ -135,22 +145,44 @@ def _check_monitor(model_file: ModelFile, recipe: Recipe, options: RunOptions, b
     monitor_of(recipe).check([f"{prefix}{name}" for prefix in prefixes for name in names])
 
 
-def _check_initial_parameters(model_file: ModelFile, recipe: Recipe, options: RunOptions) -> None:
-    """Refuses initial parameters that do not fit, unless the run continues from its own checkpoints."""
-    series = place_of(options.command_options.get("checkpoints") or Path(options.out) / OF_A_RUN)
+def check_initial_parameters(
+    model_file: ModelFile,
+    recipe: Recipe,
+    mesh: Mesh,
+    init_from: Path | None,
+    *,
+    extra: Extra,
+    resume: bool,
+    series: str | Path | None,
+    adapters: Path | None = None,
+) -> None:
+    """Refuses initial parameters that do not fit, unless the run continues from its own checkpoints.
+
+    Args:
+        model_file: the model.
+        recipe: what to train.
+        mesh: the devices.
+        init_from: where the parameters are; None if they are new.
+        extra: what to do with those that the model has no place for.
+        resume: whether the run continues.
+        series: where its own checkpoints are; None if its folder will be a new one.
+        adapters: a folder of PEFT beside them.
+    """
     # Looked up in any case, and now: a bucket may be missing, or refuse the user.
-    is_begun = bool(steps_in(series))
+    is_begun = series is not None and bool(steps_in(place_of(series)))
     # A run that continues from its own checkpoints does not read the source again, which may be gone.
-    if options.init_from is None or (options.resume and is_begun):
+    if init_from is None or (resume and is_begun):
         return
-    check_source(model_file, recipe, options.mesh, options.init_from, extra=options.extra)
+    check_source(model_file, recipe, mesh, init_from, extra=extra, adapters=adapters)
 
 
 def _say_if_only_warmup(recipe: Recipe, say: Callable[[str], object]) -> None:
     """Says that the learning rate only rises; a recipe with a schedule of its own has its own warmup."""
     if recipe.num_steps > recipe.warmup_steps or type(recipe).schedule is not Recipe.schedule:
         return
-    advice = f"--set warmup_steps={recipe.num_steps // 10} leaves room for the cosine"
+    # One step of warmup at least, where there is another one for the cosine.
+    warmup_steps = min(max(recipe.num_steps // 10, 1), recipe.num_steps - 1)
+    advice = f"--set warmup_steps={warmup_steps} leaves room for the cosine"
     steps = counted(recipe.num_steps, "step")
     say(f"warmup_steps={recipe.warmup_steps}: the learning rate rises over all {steps}; {advice}.")
 

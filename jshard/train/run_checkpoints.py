@@ -6,14 +6,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from flax import nnx
 
-from jshard import launch
+from jshard import checkpoint, launch
 from jshard._live import at_work
+from jshard._text import counted
 from jshard.checkpoint import Checkpointer, CheckpointError, Keep
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import DamagedError
+from jshard.checkpoint.readers import own_checkpoint
+from jshard.data.stream_source import StreamedSamples, StreamPosition
 from jshard.recipes.building import RunState, create, create_from, has_average, new_model, restore
 from jshard.recipes.ema import ema_of
 from jshard.recipes.hf_config import config_file
@@ -25,6 +29,9 @@ from jshard.train.memory_copies import MemoryCopies
 from jshard.train.records import keep_on_disk
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_options import RunOptions
+
+DATA = "data"
+"""The name in a checkpoint of the position in the stream of a run."""
 
 
 class RunCheckpoints:
@@ -67,6 +74,8 @@ class RunCheckpoints:
         self._saved_hooks: Sequence[SavedHook] = ()
         self._newest: Place | None = None  # known without reading the disk, which may hang
         self._is_from_memory = False
+        train = options.data.train
+        self._stream = train if isinstance(train, StreamedSamples) else None
         self.is_begun = False
 
     def __enter__(self) -> RunCheckpoints:
@@ -90,11 +99,17 @@ class RunCheckpoints:
     def state(self, init_from: Path | None) -> RunState:
         """Returns the state of the newest checkpoint or copy in memory; a new one if there is none.
 
-        It has an average of the weights if the recipe asks for one.
+        It has an average of the weights if the recipe asks for one. The stream that the run reads is at its step.
 
         Args:
             init_from: the checkpoint with the initial parameters of a new run; see `create_from`.
         """
+        state = self._newest_state(init_from)
+        if self._stream is not None and state.step:
+            self._move_stream(self._stream, state.step)
+        return state
+
+    def _newest_state(self, init_from: Path | None) -> RunState:
         latest = self._series.agreed_latest()
         if latest is not None and not self._folder.is_resumed:  # in a bucket: the folder of a new run is empty
             raise CheckpointError(
@@ -114,6 +129,16 @@ class RunCheckpoints:
             self._series.set_aside_newer(-1)  # a partial copy would hinder a save
             return self._with_average(RunState(*self._new(init_from), 0))
         return self._with_average(self._restored(latest, init_from))
+
+    def _move_stream(self, stream: StreamedSamples[Any], step: int) -> None:
+        """Makes the places known that the newest checkpoint up to a step has; without them all is read again."""
+        for stored in reversed(self._series.steps()):
+            place = self._series.path(stored)
+            if stored <= step and DATA in own_checkpoint(place, verify=False).leaves:
+                checkpoint.restore(place, {DATA: StreamPosition(stream, 0)})
+                return
+        samples = counted(self._folder.samples_before(step), "sample")
+        self._options.say(f"no checkpoint has a place in the stream: its first {samples} are read again, and skipped")
 
     def _restored(self, latest: int, init_from: Path | None) -> RunState:
         """Restores the newest sound checkpoint; a damaged one is passed over."""
@@ -153,7 +178,9 @@ class RunCheckpoints:
             state = restore(model_file, recipe, mesh, self._series, start_step)
             return state.model, f"as in {self._path(start_step)}"
         if init_from is not None:
-            model, _ = create_from(model_file, recipe, mesh, init_from, extra=self._options.extra)
+            model, _ = create_from(
+                model_file, recipe, mesh, init_from, extra=self._options.extra, adapters=self._options.adapters
+            )
             return model, f"as in {init_from}"
         return new_model(model_file, recipe, mesh), f"as initialised by {model_file.path}"
 
@@ -174,6 +201,8 @@ class RunCheckpoints:
         if self._folder.is_primary:
             keep_on_disk(self._folder.metrics)  # the record of a checkpoint must survive a power cut, too
         state = _named_state(step, done)
+        if self._stream is not None:
+            state[DATA] = StreamPosition(self._stream, self._folder.samples_before(done))
         self.wait()  # for the previous one: a series writes one checkpoint at a time
         self._series.save_async(done, state, metrics=self._metrics.get(done))
         self._report_newest()
@@ -237,7 +266,7 @@ class RunCheckpoints:
             return state
         if state.step:
             self._options.say(f"the average of the weights begins after step {state.step}, with those of that step")
-        return state._replace(ema=ema_of(self._recipe, state.model, self._model_file.wrt))
+        return state._replace(ema=ema_of(self._recipe, state.model, self._model_file.trained(self._recipe)))
 
     def _new(self, init_from: Path | None) -> tuple[nnx.Module, nnx.Optimizer]:
         """Creates the state of a new run."""
@@ -247,7 +276,12 @@ class RunCheckpoints:
                 state = create(self._model_file, self._recipe, self._options.mesh)
         else:
             state = create_from(
-                self._model_file, self._recipe, self._options.mesh, init_from, extra=self._options.extra
+                self._model_file,
+                self._recipe,
+                self._options.mesh,
+                init_from,
+                extra=self._options.extra,
+                adapters=self._options.adapters,
             )
             self._options.say(self._origin(init_from))
         self.is_begun = True
@@ -255,9 +289,10 @@ class RunCheckpoints:
 
     def _origin(self, init_from: Path) -> str:
         """Describes where the parameters of a new run come from."""
+        adapters = "" if self._options.adapters is None else f", and the adapters of {self._options.adapters}"
         if self._model_file.hf_types and config_file(init_from) is not None:
-            return f"parameters of {init_from}, with the settings of its config.json"
-        return f"parameters of {init_from}"
+            return f"parameters of {init_from}, with the settings of its config.json{adapters}"
+        return f"parameters of {init_from}{adapters}"
 
     def _path(self, step: int) -> Place:
         """Returns the path of a checkpoint, relative as the folder of the run was given."""

@@ -39,7 +39,7 @@ from jshard.train.attempts import (
     Attempt,
     attempt_ready,
     begin_attempt,
-    describe_attempts,
+    describe_losses,
     end_attempt,
     ettr,
     paused_s,
@@ -97,7 +97,7 @@ class RunFolder:
         notices: what a resumed run does differently, and other remarks for the user; a line each.
         config: the recipe as JSON values.
 
-    Example:
+    Examples:
         >>> with RunFolder.open("runs/gpt", record, resume=False) as folder:
         ...     folder.started(step=0, mesh=mesh)
     """
@@ -235,10 +235,8 @@ class RunFolder:
             self._record_attempts(end_attempt(self._attempts, self.metrics, cause=cause, on_request=on_request))
 
     def attempts_summary(self) -> str | None:
-        """Returns a summary of the attempts of the run, in a line; None for a single one."""
-        if len(self._attempts) < 2:
-            return None
-        return describe_attempts(self._attempts)
+        """Returns a summary of the attempts of the run, in a line; None if none of them has failed."""
+        return describe_losses(self._attempts)
 
     def _record_attempts(self, attempts: list[Attempt]) -> None:
         self._attempts = attempts

@@ -27,9 +27,11 @@ class StoredOptions(TypedDict, total=False):
     data: list[str]
     held_out: list[str]
     text_key: str | None
+    pack: str | None
     dtype: str | None
     tokenizer: str | None
     init_from: str | None
+    adapters: str | None
     checkpoints: str | None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jshard._types import Json
-from jshard.checkpoint.restoring import Extra
+from jshard.checkpoint.restore_operation import Extra
 from jshard.data import Data
 from jshard.launch import StallWatch
 from jshard.train.expected import ExpectedStep
@@ -38,6 +38,7 @@ class RunOptions:
             A run that has its own checkpoints continues from these, and does not read it again.
         extra: what to do with parameters in `init_from` that the model has no place for: "error", or "ignore" to skip
             them.
+        adapters: a folder of PEFT with the initial adapters of a new run, beside `init_from`.
         keep_in_memory: steps between two copies of the state to the memory of the supervisors; None for no copies.
         programs: the folder for compiled programs; "beside" for one beside `out`, "none" to always compile. By
             default JAX's own setting.
@@ -45,7 +46,7 @@ class RunOptions:
             time when requested; none by default.
         say: prints a line.
 
-    Example:
+    Examples:
         >>> options = RunOptions(mesh=js.mesh(), data=data, out="runs/gpt", track=["tensorboard", Csv("losses.csv")])
         >>> js.train.run_recipe(model_file, recipe, options)
     """
@@ -64,6 +65,7 @@ class RunOptions:
     expect: ExpectedStep | None = None
     init_from: Path | None = None
     extra: Extra = "error"
+    adapters: Path | None = None
     keep_in_memory: int | None = None
     programs: str | None = None
     watch: StallWatch | None = None

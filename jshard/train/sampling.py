@@ -80,7 +80,7 @@ class Sampler:
         num_ids: ids that may be drawn, from 0 on.
         draw: how the next token is chosen.
 
-    Example:
+    Examples:
         >>> sampler = Sampler(model, mesh, window=128, num_ids=256, draw=Draw(temperature=0.0))
         >>> sampler.continued(np.array([1, 2, 3]), 2)
         array([  1,   2,   3, 201,  17], dtype=int32)
@@ -185,11 +185,14 @@ def sample_text(
         num_tokens: tokens to write after the prompt.
 
     Returns:
-        Prompt and continuation as text; None where the data have no tokenizer, or the model is not known to be a
-        decoder.
+        Prompt and continuation as text; None where the data have no tokenizer or no inputs, or the model is not known
+        to be a decoder.
     """
     if data.tokenizer is None or not is_decoder(model_file, model):
         return None
+    first = data.held_out[0]
+    if "inputs" not in first:
+        return None  # samples of another form, such as pairs
     sampler = Sampler(
         model,
         mesh,
@@ -197,5 +200,5 @@ def sample_text(
         num_ids=data.tokenizer.vocab_size,
         draw=Draw(seed=recipe.seed),
     )
-    prompt = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
+    prompt = np.asarray(first["inputs"])[:_PROMPT_TOKENS]
     return data.tokenizer.decode(sampler.continued(prompt, num_tokens))

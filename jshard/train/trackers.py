@@ -93,7 +93,7 @@ def register_tracker(
     Returns:
         A decorator for a class, or another function, that takes a `TrackedRun` and returns a `Tracker`.
 
-    Example:
+    Examples:
         >>> @register_tracker("csv")
         ... class Csv:
         ...     def __init__(self, run):

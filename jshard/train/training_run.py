@@ -162,7 +162,7 @@ class TrainingRun:
                 compiler_options=self.options.compiler_options,
             )
         if self.options.expect is not None:
-            planned = as_traced(plan(step.model, wrt=self.model_file.wrt))
+            planned = as_traced(plan(step.model, wrt=self.model_file.trained(self.recipe)))
             compiled = audit(step.compiled, plan=planned, accumulate=self.recipe.accumulate)
             first = self._devices[0]
             line = self.options.expect.check(compiled, platform=first.platform, compiler=compiler_of(first))
@@ -371,7 +371,7 @@ class TrainingRun:
         peak = device_peak(self._devices)
         if peak is None:
             return None
-        planned = plan(step.model, wrt=self.model_file.wrt)
+        planned = plan(step.model, wrt=self.model_file.trained(self.recipe))
         mfu = Mfu(*self.model_file.step_flops(self.recipe, planned, tokens_per_sample), peak)
         self.options.say(mfu.describe())
         return mfu

@@ -8,8 +8,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
+from jshard._compat import environment
 from jshard.errors import MeshError
 from jshard.plans.make_mesh import _in_torus
+from jshard.plans.memories import check_offload
 
 LAYOUTS = {
     "default": ({}, (1, 8, 1)),
@@ -46,6 +48,39 @@ class Tpu:
     device_kind: str = "TPU v5 lite"
     core_on_chip: int = 0
     process_index: int = 0
+
+
+def test_an_axis_is_along_a_part_of_a_dimension_of_the_torus_where_it_must_be():
+    chips = [Tpu(4 * x + y, (x, y, 0), 0) for x in range(4) for y in range(4)]
+    mesh = js.mesh(replica=2, fsdp=8, devices=chips)
+    assert dict(mesh.shape) == {"replica": 2, "fsdp": 8, "tensor": 1}
+    for group in mesh.devices.reshape(2, 8):  # each is a rectangle of neighbours
+        extents = [len({chip.coords[dim] for chip in group}) for dim in (0, 1)]
+        assert sorted(extents) == [2, 4]
+
+
+def test_a_tensor_axis_on_tpus_needs_a_compiler_that_does_not_abort(monkeypatch):
+    chips = [Tpu(4 * x + y, (x, y, 0), 0) for x in range(4) for y in range(4)]
+    monkeypatch.setattr(environment, "_version", {"libtpu": "0.0.42.1"}.get)
+    with pytest.raises(MeshError) as error:
+        js.mesh(tensor=4, devices=chips)
+    assert str(error.value) == (
+        "The TPU compiler is too old for a tensor axis.\n"
+        "  where: js.mesh(replica=1, fsdp=4, tensor=4)\n"
+        "  why:   libtpu 0.0.42.1 aborts the process on products that it splits inside of a region; 0.0.50 does not.\n"
+        "  do:    pip install --upgrade --no-deps 'libtpu>=0.0.50'"
+    )
+    js.mesh(devices=chips)
+    for version in ("0.0.50.1", "0.1.0", None):  # None: another package has it
+        monkeypatch.setattr(environment, "_version", {"libtpu": version}.get)
+        assert js.mesh(tensor=4, devices=chips).shape["tensor"] == 4
+
+
+def test_parameters_in_host_memory_are_refused_on_tpus_and_the_optimizers_state_is_not():
+    mesh = js.mesh(devices=[Tpu(y, (0, y, 0), 0) for y in range(4)])
+    with pytest.raises(MeshError, match=r"cannot be in the host's memory on TPUs.*\n.*\n.*\n.*offload=\"optimizer\""):
+        check_offload("params", mesh)
+    check_offload("optimizer", mesh)
 
 
 @pytest.mark.parametrize(

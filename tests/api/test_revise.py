@@ -41,7 +41,7 @@ def test_remat_and_resharding_go_to_the_layers_and_prefetch_to_all_units():
     found = units(model)
     for name in ("blocks/0", "blocks/1", "blocks/2"):
         assert (found[name].remat, found[name].reshard_after_forward, found[name].prefetch) == ("full", 4, "2")
-    assert (found["head"].remat, found["head"].reshard_after_forward, found["head"].prefetch) == ("none", False, "2")
+    assert (found["head"].remat, found["head"].reshard_after_forward, found["head"].prefetch) == ("auto", False, "2")
     assert (found["(root)"].remat, found["(root)"].prefetch) == ("none", "1")
     assert js.plan(model).leaves == before.leaves
 

@@ -1,20 +1,24 @@
 """The day a GPU is there, rehearsed on the CPU: every part writes its figures, and none takes the others with it."""
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 from benchmarks import reports
-from benchmarks.first_gpu import case, session
+from benchmarks.first_gpu import case, plan, session
 from benchmarks.first_gpu.parts import CARD, PARTS, Part, shares
 from benchmarks.first_gpu.session import Session, environment
-from benchmarks.first_gpu.worker import Setup
+from benchmarks.first_gpu.worker import Setup, Work
+from jshard.cluster.compile import CompileRequest
+from jshard.errors import MissingExtraError
 from tests.compiling import XLA_FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +165,19 @@ def test_unknown_parts_and_no_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(Session, "run", lambda self: iter([{CARD: card}]))
     with pytest.raises(SystemExit, match="No GPU is here: JAX sees cpu"):
         refused(minutes=1.0, device=None, parts=None)
+
+
+@pytest.mark.parametrize(("kind", "compiler"), [("NVIDIA A100-SXM4-80GB", "cuda"), ("AMD Instinct MI300X", "rocm")])
+def test_the_plan_is_made_by_the_compiler_of_the_card(kind, compiler, monkeypatch, tmp_path):
+    def not_installed(name):
+        raise MissingExtraError(f"{name} is not installed.", where="here", why="so it is.", do="nothing.")
+
+    monkeypatch.setattr(plan, "require_compiler", not_installed)
+    monkeypatch.setattr(plan.jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+    work = Work(dataclasses.replace(SETUP, seconds=600.0), tmp_path / "figures.json")
+    plan._plan_ahead(work, CompileRequest(model=plan.MODEL, recipe="tiny", topology=""))
+    (why,) = json.loads((tmp_path / "figures.json").read_text())["left_out"].values()
+    assert why.startswith(f"{compiler} is not installed.")
 
 
 @pytest.mark.usefixtures("made_up")

@@ -16,7 +16,7 @@ from benchmarks.overlap import (
     report,
     session,
 )
-from benchmarks.overlap.grid import DOT, Size, groups
+from benchmarks.overlap.grid import DOT, TRITON, Size, groups
 from benchmarks.overlap.records import BenchmarkError, Placement, Record, continued, load, newest, save
 from jshard.errors import RunError
 from tests.benchmarks.made_up_overlap import CONDITIONS, H200, RING, MadeUp, kernel, record
@@ -181,35 +181,70 @@ def test_report_from_figures(measured, tmp_path, capsys):
     assert "**Not complete. " in text and "wide/tiled 64x64x64/2" in text
 
 
-@pytest.mark.wide
-def test_the_whole_command_on_devices_that_pass_for_gpus(tmp_path, monkeypatch, capsys):
-    """The programs of several GPUs, which CPU devices can run as well: XLA's dot beside all-reduce and all-gather."""
-    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", core_count=108)
+@pytest.fixture
+def tiny_command(monkeypatch):
+    """The command with tiny products and loads, on CPU devices that pass for GPUs of a kind."""
+
+    def pass_for(kind):
+        device = SimpleNamespace(platform="gpu", device_kind=kind, core_count=108)
+        monkeypatch.setattr(command, "_gpu_here", lambda: device)
+
     tiny = tuple(Size(name=name, m=64, n=64, k=64) for name in ("cube", "wide"))
-    monkeypatch.setattr(command, "_gpu_here", lambda: device)
     monkeypatch.setattr(command, "QUICK_SIZES", tiny)
     monkeypatch.setattr(bench, "COLLECTIVE_BYTES", 2**16)
     monkeypatch.setattr(bench, "_SIZING", 1)
     monkeypatch.setattr(session, "has_cupy", lambda: False)
+    return pass_for
+
+
+def check_rows(record):
+    """Both products of XLA ran beside both collectives, in every mode."""
+    modes = {(row.form, row.load, row.mode) for row in record.all_rows}
+    loads = [f"{kind} {name}" for kind in ("all-reduce", "all-gather") for name in ("half", "full")]
+    assert modes == set(itertools.product([DOT, TRITON], loads, ["sequential", "baseline", "baseline + priority"]))
+    assert all(row.relative_error == 0 and row.span_ms is None for row in record.all_rows)
+
+
+@pytest.mark.wide
+def test_the_whole_command_on_devices_that_pass_for_gpus(tmp_path, tiny_command, capsys):
+    """The programs of several GPUs, which CPU devices can run as well: XLA's products beside two collectives."""
+    tiny_command("NVIDIA A100-SXM4-80GB")
     arguments = ["--quick", "--rounds", "1", "--nccl", "2.28.9", "--out", str(tmp_path)]
     assert command.main([*arguments, "--only", "placement", "cube"]) == 0
     said = capsys.readouterr().out
-    assert "Not measured yet: wide/XLA's dot. Run it again, with the same --out." in said
+    assert f"Not measured yet: wide/{TRITON}. Run it again, with the same --out." in said
     found = newest(tmp_path)
     assert found.failed == {"placement": "CuPy is not installed."}
     (text,) = tmp_path.glob("*.md")
     assert "**Quick run: shows that the benchmark works" in text.read_text()
-    modes = {(one.load, one.mode) for one in found.all_rows}
-    loads = [f"{kind} {name}" for kind in ("all-reduce", "all-gather") for name in ("half", "full")]
-    assert modes == set(itertools.product(loads, ["sequential", "baseline", "baseline + priority"]))
-    assert all(one.relative_error == 0 and one.span_ms is None for one in found.all_rows)
-    assert {"device": device.device_kind, "SMs": 108, "rounds": 1}.items() <= found.conditions.items()
+    check_rows(found)
+    assert {"device": "NVIDIA A100-SXM4-80GB", "SMs": 108, "rounds": 1}.items() <= found.conditions.items()
     before = found.rows
     assert command.main(["--rounds", "1", *arguments[:1], *arguments[3:], "--seconds", "1"]) == 0
-    assert newest(tmp_path).rows.keys() == {"cube/XLA's dot", "wide/XLA's dot"}
-    assert newest(tmp_path).rows["cube/XLA's dot"] == before["cube/XLA's dot"]
+    assert newest(tmp_path).rows.keys() == {f"cube/{TRITON}", f"wide/{TRITON}"}
+    assert newest(tmp_path).rows[f"cube/{TRITON}"] == before[f"cube/{TRITON}"]
     assert "yet:" not in capsys.readouterr().out
     assert command.main([*arguments, "--only", "placement"]) == 0
     assert "placement ..." not in capsys.readouterr().out
     assert command.main([*arguments, "--only", "placement", "--again"]) == 0
     assert "placement ..." in capsys.readouterr().out
+
+
+@pytest.mark.wide
+def test_the_whole_command_on_devices_that_pass_for_amd_gpus(tmp_path, tiny_command, capsys):
+    tiny_command("AMD Instinct MI250X")
+    arguments = ["--quick", "--rounds", "1", "--out", str(tmp_path)]
+    assert command.main([*arguments, "--only", "cube"]) == 0
+    record = newest(tmp_path)
+    check_rows(record)
+    expected = {"compute units": 108, "load": "RCCL; priority by XLA's option"}
+    assert expected.items() <= record.conditions.items() and "SMs" not in record.conditions
+    assert not record.failed
+    # The report of the figures alone is the same, and in the words of AMD.
+    (path,) = tmp_path.glob("*.md")
+    text = path.read_text()
+    path.unlink()
+    assert command.main(["--report", "--out", str(tmp_path)]) == 0
+    assert path.read_text() == text
+    assert "| workgroups/CU |" in text and "| CUs |" in text
+    assert not re.findall(r"\bSMs?\b|NCCL \d|Placement|Predictions", text)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import published
+from benchmarks import published, reports
 from jshard.cluster.machine import parse_known
 from jshard.cluster.topology import parse_topology
 from jshard.recipes.model_file import load_model_file
@@ -23,11 +23,21 @@ def test_every_row_names_its_source_and_is_a_configuration_of_ours():
     assert len({one["id"] for one in ROWS}) == len(ROWS)
     for one in ROWS:
         assert one["source"] and one["published_step_s"] > 0
-        topology = parse_topology(one["topology"])
+        topology = parse_topology(published._topology(one))
         parse_known([f"{name}={value}" for name, value in one["assume"].items()])
         model_file = load_model_file(str(published._MODELS / one["model"]))
         recipe = override(model_file.recipe(one["recipe"])[1], one["settings"])
-        assert recipe.batch_size % (topology.num_devices * recipe.accumulate) == 0
+        data_devices = topology.num_devices // one["mesh"].get("tensor", 1)
+        assert recipe.batch_size % (data_devices * recipe.accumulate) == 0
+
+
+def test_rows_of_amd_gpus_say_what_is_assumed_and_what_differs():
+    of_amd = [one for one in ROWS if published._compiler(one) == "rocm"]
+    assert len(of_amd) >= 4
+    for one in of_amd:
+        assert one["assumed"] and one["differs"]
+        # Where the row is printed, in a cell of a table.
+        assert "|" not in one["framework"] + one["assumed"] + one["differs"]
 
 
 def test_constants_are_fitted_to_the_rows_of_the_other_sources():
@@ -48,16 +58,37 @@ def test_the_report_counts_what_is_inside_and_ranks_predictors(tmp_path):
     assert picture.read_text().count("a100-80:1x8") == 1
 
 
-def test_rows_of_tpus_stand_apart_and_are_left_out_without_their_compiler(monkeypatch, capsys):
-    rows = [row("a_1", 2.0, 2.1), row("b_1", 4.0, 3.0) | {"topology": "v5e:4x4"}]
+def test_rows_of_tpus_and_amd_gpus_stand_apart():
+    of_amd = row("c_1", 4.0, 4.4, device="mi300x") | {"framework": "a run", "assumed": "its links", "differs": "plain"}
+    rows = [of_amd, row("b_1", 4.0, 3.0) | {"topology": "v5e:4x4"}, row("a_1", 2.0, 2.1)]
     said = "\n".join(published.table({"rows": rows}))
-    assert (
-        said.index("1 rows: median error 5.0%") < said.index("TPUs, apart") < said.index("1 rows: median error 25.0%")
-    )
-    assert "| a | 1 | 5.0% |" in said and "| b | 1 |" not in said
-    monkeypatch.setattr(published.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(published, "require", lambda platform: None)
+    parts = [
+        "1 rows: median error 5.0%",
+        "AMD GPUs, apart",
+        "1 rows: median error 10.0%",
+        "| c_1 | a run | its links | plain |",
+    ]
+    parts += ["TPUs, apart", "1 rows: median error 25.0%"]
+    assert sorted(parts, key=said.index) == parts
+    assert "| a | 1 | 5.0% |" in said and "| b | 1 |" not in said and "| c | 1 |" not in said
+
+
+def test_rows_whose_compiler_is_missing_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(published, "_is_installed", lambda compiler: compiler == "cuda")
+    monkeypatch.setattr(published, "require", lambda compiler: None)
     monkeypatch.setattr(published, "_planned", lambda row: row["id"])
     planned = published.run(quick=False)["rows"]
-    assert set(planned) == {one["id"] for one in ROWS if not one["topology"].startswith("v5")}
-    assert "rows of TPUs are left out" in capsys.readouterr().out
+    assert set(planned) == {line["id"] for line in ROWS if published._compiler(line) == "cuda"}
+    said = capsys.readouterr().out
+    assert "rows of TPUs are left out: they need the extra plan-tpu, too" in said
+    assert "rows of AMD GPUs are left out: they need the extra plan-rocm, too" in said
+    # Those of AMD GPUs alone need no compiler of NVIDIA's.
+    monkeypatch.setattr(published, "_is_installed", lambda compiler: compiler == "rocm")
+    amd_ids = [line["id"] for line in ROWS if published._compiler(line) == "rocm"]
+    assert published.run(quick=False, only=amd_ids[0])["rows"] == amd_ids[:1]
+
+
+def test_the_note_of_a_report_without_times_is_in_it(monkeypatch):
+    monkeypatch.setattr(published, "run", lambda **options: {"rows": [row("a_1", 2.0, 2.1)]})
+    (report,) = reports.measure("published", quick=False, note="On another compiler.")
+    assert "No time is measured.\nOn another compiler.\n" in reports.markdown(report)

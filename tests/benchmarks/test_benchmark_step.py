@@ -37,7 +37,8 @@ def test_two_processes_of_each_framework_get_equal_losses_and_a_report_is_writte
     assert len(losses(found["raw Flax"])) == 1 + 2 * 3  # the first step; two turns of a step to warm up and two more
     assert difference(found, sharded=True) < 1e-5
     assert losses(found["jshard chain"])[-1] < losses(found["jshard chain"])[0]
-    assert found["jshard chain"]["facts"]["collectives"]["reduce-scatter"] > 0
+    # Between processes on CPUs, gradients are summed on arrival.
+    assert found["jshard chain"]["facts"]["collectives"]["all-to-all"] > 0
     assert report["worker_versions"].keys() >= {"jax", "flax", "optax"}
     assert text.read_text() in run.stdout and "Quick run" in text.read_text()
     assert {path.name[11:] for path in tmp_path.glob("*.svg")} == {"step_steps.svg", "step_losses.svg"}

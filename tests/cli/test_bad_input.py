@@ -185,6 +185,24 @@ CASES: dict[str, str | tuple[str, int]] = {
     "plan: estimates without a cluster": "plan model.py --auto --assume latency_s=1e-5",
     "plan: no such strategy": "plan model.py --topology h100:1x8 --compare zero3,ddp",
     "plan: no such assumption": "plan model.py --topology h100:1x8 --assume matmul_efficiency=70",
+    "plan: no target": "plan model.py --target fast --topology h100:1x8",
+    "plan: a figure that is none": "plan model.py --target 'samples/s >= 5' --topology h100:1x8",
+    "plan: a rate that is the most": "plan model.py --target 'tokens/s <= 2e6' --topology h100:1x8",
+    "plan: a unit that is none": "plan model.py --target 'step <= 2 weeks' --topology h100:1x8",
+    "plan: a limit that is none": "plan model.py --target 'step <= 0' --topology h100:1x8",
+    "plan: a target without a cluster": "plan model.py --target 'step <= 2'",
+    "plan: a target and a budget": "plan model.py --target 'step <= 2' --budget 24h --topology h100:1x8",
+    "plan: a target, compiled": "plan model.py --target 'step <= 2' --auto --topology h100:1x8",
+    "plan: no budget": "plan model.py --budget 512xh100",
+    "plan: a budget without devices": "plan model.py --budget 24h",
+    "plan: a budget with two clusters": "plan model.py --budget 8xh100:24h --topology h100:1x8",
+    "plan: a budget of a part of a host": "plan model.py --budget 12xh100:24h",
+    "plan: a budget of TPU chips": "plan model.py --budget 64xv5p:24h",
+    "plan: a budget of no such device": "plan model.py --budget 8xh10:24h",
+    "plan: a price of nothing in particular": "plan model.py --price 2",
+    "plan: a price that is none": "plan model.py --price 0 --budget 8xh100:24h",
+    "plan: the length twice": "plan model.py --tokens 1e9 --steps 3 --budget 8xh100:24h",
+    "plan: no assumption about failures": "plan model.py --budget 8xh100:24h --assume mtbf=3",
     "plan: a unit's setting twice": "plan model.py --unit remat=full --unit remat=dots",
     "processes: do not divide": "train model.py --processes 3",
     "processes: no time to meet": "train model.py --processes 2 --init-timeout 0",
@@ -381,8 +399,8 @@ def all_pasted():
         pytest.param(words, id=f"{name}: {shlex.join(words)}")
         for name, text in texts.items()
         for words in pasted(text)
-        # --topology needs the compiler of GPUs, and BEGUN is a folder of another test's.
-        if not any(word.startswith(("--topology", "BEGUN")) for word in words)
+        # --topology needs the compiler of GPUs, --budget a search, and BEGUN is a folder of another test's.
+        if not any(word.startswith(("--topology", "--budget", "BEGUN")) for word in words)
     ]
 
 
@@ -400,6 +418,7 @@ class Unbegun:
 def test_what_an_error_says_to_do_is_accepted_when_it_is_pasted(words, end, monkeypatch):
     monkeypatch.setattr(run, "TrainingRun", Unbegun)
     monkeypatch.setattr(_training, "explained", lambda *request: "")
+    monkeypatch.setattr(_training, "summary", lambda *run: [])
     monkeypatch.setattr(_data, "load_text", lambda paths, **how: load_text(paths or [pathlib.Path("text.txt")], **how))
     monkeypatch.setattr(cli_train.launch, "supervise", lambda *command, **how: 0)
     try:

@@ -61,18 +61,24 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
     assert code == 0, errors
     assert "Traceback" not in errors and "Warning" not in errors
 
-    assert said.startswith("8 x cpu (simulated on ")
-    assert "8 devices (replica=1, fsdp=8, tensor=1)" in said  # the plan
-    assert "\n1 file of text.txt: 0.02 MB to train on" in said
+    summary = said.replace("\r", "\n").partition("\nmodel ")[2].splitlines()[:6]
+    beginnings = ["   my_model, recipe micro: ", "mesh     fsdp=8 on 8 x cpu, simulated on ", "memory   ", "traffic  "]
+    beginnings += [
+        "data     1 file of text.txt: 0.02 MB to train on",
+        "folder   mine (all tables of the plan: --dry-run)",
+    ]
+    for line, beginning in zip(summary, beginnings, strict=True):
+        assert line.startswith(beginning)
+    assert "Memory of one device" not in said
     assert "\nno MFU: it is a share of the devices' peak, and no peak is known for CPUs" in said
     for work in ("initialising the parameters", "compiling the step", "compiling the evaluation"):
         assert f"\n{work}: " in said.replace("\r", "\n")
     live = [line for line in said.replace("\n", "\r").split("\r") if line.startswith("step 5/5  loss ")]
     assert live  # rewritten in place
-    for part in (" tokens/s  ", "/step  ", "ETA 0:00  peak "):
+    for part in (" tokens/s  ", "/step  ", "ETA 0:00  grad ", "  lr ", "  peak "):
         assert part in live[-1]
     assert "\nstep 3: validation loss " in said.replace("\r", "\n")
-    assert "\na sample; it begins with held-out text:\n    " in said
+    assert "\na sample, after a prompt of held-out text:\n    " in said
     assert "\nvalidation loss " in said and " nats per byte after 5 steps\n" in said
     names = "checkpoints/ loss.png metrics.jsonl run.json sample.txt tensorboard/".split()
     assert said.endswith(f"\nmine/: {'  '.join(names)}\n")
@@ -92,7 +98,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys)
     how = ["--mesh", "replica=2,fsdp=4", "--track", "--sample-tokens", "0"]
     assert cli.main(["train", "my_model.py", *what, *how]) == 0
     said = capsys.readouterr().out
-    assert "8 devices (replica=2, fsdp=4, tensor=1)" in said
+    assert "\nmesh     replica=2,fsdp=4 on 8 x cpu, simulated on " in said
     assert "\nstep 1/2  loss " in said and "\nstep 2/2  loss " in said  # not a terminal: lines
     assert "\r" not in said
     assert "\ncompiling the step ...\ncompiling the step: " in said

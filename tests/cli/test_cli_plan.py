@@ -23,6 +23,7 @@ from jshard.errors import RunError
 from jshard.recipes.building import batch_like, create
 from jshard.recipes.recipe import tree
 from jshard.train import TrainStep, load_model_file
+from tests.cluster.fake_compiler import step_of
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 from tests.micro_gpt import MODELS, USERS_FILE, micro
 
@@ -204,6 +205,26 @@ def test_a_tpu_compiler_that_refuses_what_does_not_fit():
 # ---- compiled for a cluster -------------------------------------------------------------------------------------
 
 
+def test_strategies_are_compared_also_where_the_requested_step_is_refused_for_its_size(folder, capsys, monkeypatch):
+    def refuses(request, *, timeout_s):
+        raise TooLargeError("does not fit: 16.0 GiB of 15.8", where="v5e:2x4", why="HBM", do="use more.")
+
+    monkeypatch.setattr("jshard.cli.plan.compile_step", refuses)
+    monkeypatch.setattr("jshard.cli.plan.require_compiler", lambda compiler: None)
+    monkeypatch.setattr(
+        "jshard.cluster.comparison.compile_step", lambda request, *, timeout_s: step_of(request, peak_bytes=2**30)
+    )
+    arguments = ("--topology", "v5e:2x4", "--compare", "zero2,hpz")
+    assert plan(*arguments) == 1
+    said = capsys.readouterr().out
+    assert "zero2*" in said and "as asked: does not fit: 16.0 GiB of 15.8" in said
+    assert plan(*arguments, "--json") == 1
+    rows = json.loads(capsys.readouterr().out)["comparison"]
+    assert [("error" in row, row["name"]) for row in rows] == [(True, "as asked"), (False, "zero2"), (False, "hpz")]
+    assert plan("--topology", "v5e:2x4") == 1  # nothing to compare with
+    assert "does not fit" in capsys.readouterr().err
+
+
 @needs_gpu_compiler
 def test_a_cluster_that_fits_and_one_that_does_not(folder, capsys):
     assert plan("--topology", "h100:1x2", "--html", "plan.html", "--json") == 0
@@ -212,7 +233,8 @@ def test_a_cluster_that_fits_and_one_that_does_not(folder, capsys):
     assert found["compiled"]["fits"] is True and found["compiled"]["capacity_bytes"] == 84_942_979_072
     assert found["estimate"]["low"]["step_s"] <= found["estimate"]["high"]["step_s"]
     page = (folder / "plan.html").read_text()
-    assert 'class="lane"' in page and "backward and update" in page and "http:" not in page and "src=" not in page
+    assert 'class="lane">communication<' in page and "backward and update" in page.lower()
+    assert "fits: a device has 79.1 GiB" in page and "http:" not in page and "src=" not in page
     assert json.loads((folder / "plan.trace.json").read_text())["traceEvents"]
 
     assert plan("--topology", "h100:1x2", "--set", f"batch_size={2**20}") == 1

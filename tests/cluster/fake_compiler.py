@@ -35,9 +35,7 @@ def mesh_of(cluster: PlannedCluster, **degrees: int) -> dict[str, int]:
 def costs_of(cluster: PlannedCluster, *settings: str, **units: Any) -> Costs:
     """Estimates for the micro GPT with other settings of its recipe and of its units."""
     traced = _traced(tuple(key for key in settings if key.startswith("model.")), tuple(units.items()))
-    found = Costs(traced.model_file, override(micro(), settings), cluster.machine)
-    found._model, found._arrays = traced._model, traced._arrays  # of no machine and no batch, and most of the work
-    return found
+    return traced.on(cluster.machine, settings=settings)
 
 
 @functools.cache

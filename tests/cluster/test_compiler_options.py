@@ -1,8 +1,14 @@
 """`js.compiler_options`: profiles of options, and a compiler that is asked whether it knows them."""
 
-import jax
-import pytest
+import dataclasses
+import unittest.mock
 
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jshard.cluster import options
 from jshard.cluster.options import OptionError, compiler_options, options_for
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -30,6 +36,27 @@ def test_the_installed_jaxlib_knows_every_option_of_the_gpu_profiles():
     assert len(least) == 2 and set(least.values()) in ({True}, {ON})
 
 
+def mesh_of(*hosts):
+    """A mesh of two H100 of each of these processes, of which each has a host."""
+    devices = [Device(process) for process in hosts for _ in range(2)]
+    return unittest.mock.create_autospec(Mesh, instance=True, devices=np.array(devices), size=len(devices))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    process_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+
+
+def test_within_a_host_collectives_run_one_after_another():
+    between = compiler_options("fastest", mesh=mesh_of(0, 1))
+    assert between == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER}
+    assert compiler_options("fastest", mesh=mesh_of(0)) == {UNROLLING: DOUBLE_BUFFER}
+    assert compiler_options("memory", mesh=mesh_of(0)) == compiler_options("memory", mesh=mesh_of(0, 1))
+    assert compiler_options("fastest", mesh=mesh_of(0), **{LIMIT: 4})[LIMIT] == 4
+
+
 def test_on_an_a100_the_scheduler_is_turned_on_that_xla_keeps_for_later_gpus():
     of_all, of_ampere = (compiler_options("fastest", platform=name) for name in ("h100", "a100-80"))
     estimator, early = "enable_analytical_latency_estimator", "experimental_collective_start_as_early_as_possible"
@@ -37,8 +64,9 @@ def test_on_an_a100_the_scheduler_is_turned_on_that_xla_keeps_for_later_gpus():
     scheduler = {f"xla_gpu_{name}": True for name in names}
     assert of_all == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER} and of_ampere == of_all | scheduler
     assert compiler_options(None, platform="a100-40") == {}
-    for name in ("mi250x", "mi300x"):
-        assert compiler_options("fastest", platform=name) == of_ampere
+    early_start = {f"xla_gpu_{name}": True for name in (names[0], early)}
+    for name in ("mi250x", "mi300x"):  # of any version: for them the estimator hides next to nothing
+        assert compiler_options("fastest", platform=name) == of_all | early_start
 
 
 def test_where_hosts_share_links_small_all_reduces_are_left_to_nccl():
@@ -84,12 +112,62 @@ def test_other_platforms():
     assert compiler_options("fastest", platform="cpu") == {}
     assert compiler_options("fastest") == {}  # this process's own
     assert compiler_options("memory", platform="v5p") == {}
-    assert compiler_options("fastest", platform="v5e") == {}
-    v5p, v6e = (compiler_options("fastest", platform=name) for name in ("v5p", "v6e"))
-    assert v5p["xla_enable_async_all_gather"] is True and v5p["xla_tpu_megacore_fusion_allow_ags"] is False
-    assert len(v5p) == 6 and len(v6e) == 10
-    assert v6e["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] is True
-    assert v6e["xla_tpu_enable_async_collective_fusion_fuse_all_gather"] is False
+
+
+def test_profiles_of_tpus():
+    names = "v4 v5e v5p v6e tpu7x".split()
+    v4, v5e, v5p, v6e, tpu7x = (compiler_options("fastest", platform=name) for name in names)
+    # A v5e has no SparseCores; and what fuses gathers with products on it may give wrong results on others.
+    assert len(v4) == 2 and v4["xla_enable_async_all_gather"] is True
+    assert len(v5e) == 2 and v5e["xla_tpu_relayout_group_size_threshold_for_reduce_scatter"] == 1
+    assert len(v5p) == 16 and v6e == v5p == v5p | v5e
+    assert tpu7x == {"xla_tpu_prefer_async_allgather_to_allreduce": True} | v5e
+    assert v5p["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] is True
+    assert not any(value for name, value in v5p.items() if "async_collective_fusion" in name)
+
+
+REFUSAL = "FAILED_PRECONDITION: Continuation fusion for AllGather is enabled on platform viperfish,\nbut not supported."
+
+
+def refuses(*names):
+    """A compiler that knows all options, but does not compile with some."""
+
+    def try_compile(options):
+        if not options.keys().isdisjoint(names):
+            raise RuntimeError(REFUSAL)
+
+    return try_compile
+
+
+def test_a_profile_that_the_compiler_refuses_is_left_out_with_a_warning():
+    gathers = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+    with pytest.warns(UserWarning, match="refuses the options of the profile 'fastest' for v5p") as caught:
+        chosen = options_for("fastest", platform="v5p", overrides={"x": 1}, try_compile=refuses(gathers))
+    assert chosen == {"x": 1}
+    [warning] = caught
+    assert str(warning.message).endswith("enabled on platform viperfish, but not supported.")
+
+
+def test_on_a_tpu_itself_a_refused_profile_is_a_warning_at_the_callers_line(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(options, "compile_nothing", lambda: refuses("xla_tpu_use_tc_device_shape_on_sc"))
+    options._refused_here.cache_clear()
+    with pytest.warns(UserWarning, match="refuses the options of the profile") as caught:
+        assert compiler_options("fastest", platform="v5p") == {}
+    assert caught[0].filename == __file__
+    options._refused_here.cache_clear()
+
+
+def test_options_of_the_caller_that_the_compiler_refuses_are_an_error():
+    with pytest.raises(OptionError) as error:
+        options_for(None, platform="v5p", overrides={"x": True}, try_compile=refuses("x"))
+    assert str(error.value) == (
+        "The compiler refuses these options.\n"
+        "  where: js.compiler_options(x=True)\n"
+        "  why:   the compiler says: FAILED_PRECONDITION: Continuation fusion for AllGather is enabled on platform"
+        " viperfish, but not supported.\n"
+        "  do:    js.compiler_options()  # the profile alone"
+    )
 
 
 def refused(*arguments, **named):
@@ -109,7 +187,7 @@ def test_unknown_profile_and_platform():
         "There is no platform 'npu'.\n"
         "  where: js.compiler_options(platform='npu')\n"
         "  why:   it must be gpu, tpu, cpu, or a device: "
-        "h100, h200, a100-40, a100-80, b200, gb200, mi250x, mi300x, v5e, v5p, v6e.\n"
+        "h100, h200, a100-40, a100-80, b200, gb200, mi250x, mi300x, v4, v5e, v5p, v6e, tpu7x.\n"
         '  do:    js.compiler_options(platform="gpu")'
     )
 

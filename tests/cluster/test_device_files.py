@@ -16,7 +16,9 @@ from jshard.facts.devices import DEVICES
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.micro_gpt import MODELS
 
-_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "planning.md"
+_ROOT = pathlib.Path(__file__).parents[2]
+_PAGE = _ROOT / "docs" / "planning.md"
+_FILES = sorted((_ROOT / "benchmarks" / "devices").glob("mi*.toml"))
 H20, MI350X = re.findall(r"```toml\n(.*?)```", _PAGE.read_text(), re.DOTALL)
 
 
@@ -53,6 +55,25 @@ def test_an_amd_gpu_may_have_another_architecture(tmp_path):
     text = target_config_text(device.target)
     assert 'gcn_arch_name: "gfx950:sramecc+:xnack-"' in text and "core_count: 256\n" in text
     assert "shared_memory_per_core: 163840\n" in text
+
+
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
+def test_the_files_of_amd_gpus_are_whole(path):
+    device = read_device(path)
+    assert device.title.startswith(f"AMD {path.stem.upper()}, ")
+    # All that is not an MI300X's: of its memory, and of its products.
+    assert {"hbm_bytes", "hbm_bytes_per_s"} <= set(device.stated_in)
+    assert device.matmul != DEVICES["mi300x"].matmul
+    is_cdna4 = path.stem.startswith("mi35")
+    assert device.target is not None
+    assert ("gfx950" in target_config_text(device.target)) == is_cdna4
+    assert (device.flops_per_s["bf16"] > 2e15) == (device.fast.gb_per_s > 500) == is_cdna4
+
+
+def test_the_file_in_the_guide_is_one_of_these():
+    assert {path.stem for path in _FILES} == {"mi325x", "mi350x", "mi355x"}
+    written = (_ROOT / "benchmarks" / "devices" / "mi350x.toml").read_text()
+    assert MI350X.removeprefix("# mi350x.toml\n") == written
 
 
 def test_a_file_that_changes_nothing_is_the_row(tmp_path):

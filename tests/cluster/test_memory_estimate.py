@@ -1,25 +1,22 @@
-"""The memory of a step, as it is estimated from the traced model, against what the compiler for GPUs lays out.
+"""A step as it is estimated from the traced model, against what the compiler for GPUs lays out and schedules.
 
-The configurations are some of benchmarks/memory.py. It needs the extra `plan-gpu`, and no GPU.
+The configurations are some of benchmarks/memory_configurations.py. It needs the extra `plan-gpu`, and no GPU.
 """
-
-import dataclasses
 
 import pytest
 
 from benchmarks import memory
+from benchmarks.memory_configurations import FULL
 from tests.gpu_compiler import needs_gpu_compiler
 
-CASES = {case.name: case for case in memory.FULL}
+CONFIGURATIONS = {configuration.name: configuration for configuration in FULL}
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(
-    ("name", "attention"), [("0.5B, scan", "auto"), ("1.6B", "auto"), ("1.6B, remat full, hsdp", "xla")]
-)
-def test_the_estimate_is_near_what_is_compiled(name, attention):
-    """In plain form, where layers are computed again, it is too low, here just within the bound (docs/planning.md)."""
-    case = CASES[name]
-    row = memory._row(dataclasses.replace(case, settings=(*case.settings, f"model.attention={attention}")))
+@pytest.mark.parametrize("name", ["0.5B, scan", "1.6B, full, zero2", "1.6B, full, hsdp, plain attention"])
+def test_the_estimate_is_near_what_is_compiled(name: str):
+    configuration = CONFIGURATIONS[name]
+    row = memory.row_of(configuration, memory.compiled_row(configuration))
     assert row["held_bytes"] == pytest.approx(row["held_compiled_bytes"], rel=0.05)
     assert row["estimate_bytes"] == pytest.approx(row["peak_bytes"], rel=0.15)
+    assert row["estimate_s"] == pytest.approx(row["compiled_s"], rel=0.15)

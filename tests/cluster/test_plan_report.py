@@ -11,6 +11,7 @@ from jshard.cli.plan import PlanReport
 from jshard.cluster.choose import choose
 from jshard.cluster.comparison import Compared, Comparison, VariantCompiler, compare
 from jshard.cluster.compile import Variant, command_line
+from jshard.cluster.layouts import DATA_AND_STAGES
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.strategies import variants_for
 from jshard.errors import RunError
@@ -70,6 +71,23 @@ def test_where_nothing_helps_it_says_so(tried, text):
     report = PlanReport(plan=plan_of(1.5), tried=tuple(map(row_of, tried)))
     assert text in " ".join(str(report).split())
     assert json.loads(report.to_json())["suggestions"] == []
+
+
+def test_the_answer_comes_first_and_the_tables_after_it():
+    said = str(plan_of(0.5)).splitlines()
+    assert said[0].startswith("my_model, recipe micro on 8 x NVIDIA H100")
+    assert said[1] == "fits: 39.6 GiB of 79.1"
+    estimated = {line.split(": ")[0]: line for line in said[2:5]}
+    assert list(estimated) == ["step", "MFU", "communication hidden"]
+    for name, line in estimated.items():
+        value, low, high = re.fullmatch(r"[^:]*: (\S.*) \((.*) to (.*)\), estimated", line).groups()
+        table = next(row for row in said[5:] if row.strip().startswith(name))
+        assert re.split(r" {2,}", table.strip())[1:] == [low, high, value]
+    assert said.index("Memory of one device (compiled)") > 5
+
+
+def test_a_small_peak_is_not_nothing():
+    assert plan_of(1e-4).verdict == "fits: 8.10 MiB of 79.1 GiB"
 
 
 def test_close_to_the_limit_a_plan_says_that_overlap_is_gone():
@@ -163,7 +181,7 @@ def chosen(monkeypatch, compiled, plan, *settings):
     """
     compiler = Compiler(monkeypatch, lambda asked: _step(asked, *compiled(asked)))
     costs, asked = costs_of(HOST, *settings), request_of(HOST, settings=settings)
-    found = choose(costs, asked, mesh_of(HOST), plan=plan, bench=VariantCompiler(cluster=HOST))
+    found = choose(costs, asked, mesh_of(HOST), free=DATA_AND_STAGES, plan=plan, bench=VariantCompiler(cluster=HOST))
     return found, compiler.asked
 
 
@@ -194,7 +212,7 @@ def test_each_way_says_why_it_was_not_chosen(monkeypatch):
     ways = report["considered"]
     assert len(ways) == len(found.search.ranked) and all(way["fits"] for way in ways)
     assert [way["name"] for way in ways if not way["lost"]] == [found.search.ranked[0].variant.name]
-    assert {way["lost"].partition(": ")[2] or way["lost"] for way in ways[1:]} >= {"holds more", "waits more"}
+    assert {way["lost"].partition(": ")[2] or way["lost"] for way in ways[1:]} >= {"computes more", "waits more"}
     assert report["best"] == found.best.command and report["refused"] == {}
     rows = lines_from(found, "Configurations, by the estimate")
     (asked,) = [row for row in rows if row.startswith("as asked fsdp=8 0.0 ")]
@@ -228,8 +246,9 @@ def plan_on(cluster):
 def test_where_no_speed_of_products_is_published_nothing_is_stated():
     plan = plan_on(cluster_of("mi250x:1x8"))
     said = " ".join(str(plan).split())
-    assert "not a measurement; no source for the speed of its matrix products: bounds only" in said
-    assert "matrix products at 38% to 100% of their peak" in said and "stated" not in said
+    assert "not a measurement; no source for what its matrix products sustain: bounds only" in said
+    assert re.search(r"\nstep: [^(]* to [^(]*, estimated\n", str(plan))
+    assert "matrix products at 38% to 77% of their peak" in said and "stated" not in said
     assert "RCCL, HIP and fragmentation need more" in said and "NCCL, CUDA" not in said
     estimate = plan.to_dict()["estimate"]
     assert estimate["stated"] is None and estimate["low"]["step_s"] < estimate["high"]["step_s"]

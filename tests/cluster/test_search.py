@@ -7,7 +7,9 @@ import itertools
 import pytest
 
 import jshard as js
-from jshard.cluster.search import ROOM, search, why_lost
+from jshard.cluster.compile import Variant
+from jshard.cluster.layouts import DATA_AND_STAGES, free_axes
+from jshard.cluster.search import ROOM, _ranked, search, why_lost
 from tests.cluster.fake_compiler import cluster_of, costs_of
 
 
@@ -16,18 +18,18 @@ def costs_for(topology, *settings, **known):
     return costs_of(cluster_of(topology, **known), *settings)
 
 
-def searched(costs, *, capacity_bytes=None, **degrees):
+def searched(costs, *, capacity_bytes=None, free=DATA_AND_STAGES, **degrees):
     machine = costs.machine
     costs.machine = dataclasses.replace(machine, capacity_bytes=capacity_bytes or machine.capacity_bytes)
     mesh = dict(js.mesh(**degrees, devices=machine.num_devices).shape)
-    found = search(costs, mesh)
+    found = search(costs, mesh, free=free)
     costs.machine = machine
     return found
 
 
 def two_nodes(*settings):
     """Of 8 devices each, and slow links between them."""
-    at_once = dict.fromkeys(("latency_s", "fast_hop_s", "slow_hop_s"), 1e-7)
+    at_once = dict.fromkeys(("latency_s", "fast_hop_s", "slow_hop_s", "launch_s"), 1e-7)
     return costs_for("h100:2x8", *settings, slow_bytes_per_s=4e8, **at_once)
 
 
@@ -77,8 +79,8 @@ def test_every_way_is_there_once():
     assert len(ways) == len(found.ranked) + len(found.too_large)
     assert found.default.variant.name == "as asked"
     # Of 5 splits 4 may keep or not, and the first has near neighbours; 3 policies; 1, 2, 4 parts. As asked is one. One
-    # more split has two stages, between the hosts.
-    assert len(ways) == 3 * 3 * (1 + 2 * 4 + 1 + 1)
+    # more split has two stages, between the hosts: on them are 2, 4 or 8 microbatches, as far as there are examples.
+    assert len(ways) == 3 * 3 * (1 + 2 * 4 + 1) + 3 * (3 + 2 + 1)
     assert ("zero3, none, 2 parts", 16) not in ways and ("as asked", 16) in ways
     assert ("hpz, full, 4 parts", 16) in ways and ("hpz, full, 4 parts", 8) not in ways
 
@@ -89,7 +91,7 @@ def test_the_ranking_is_by_time_and_then_by_memory():
     assert all(later > 0.997 * earlier for earlier, later in itertools.pairwise(times))
     best = found.ranked[0]
     equal = [cost for cost in found.ranked if why_lost(cost, best) == "holds more"]
-    assert best.memory.step_bytes < min(cost.memory.step_bytes for cost in equal)
+    assert all(best.memory.step_bytes < cost.memory.step_bytes for cost in equal)
     assert why_lost(best, best) == ""
     finalists = found.finalists(5)
     assert finalists[0] is best and len(finalists) == 5
@@ -111,3 +113,33 @@ def test_a_tensor_axis_stays_as_it_was_asked_for():
     found = searched(costs_for("h100:1x8", "model.n_layer=1"), tensor=2)
     assert {cost.variant.mesh["tensor"] for cost in found.ranked} == {2}
     assert {cost.variant.mesh["fsdp"] for cost in found.ranked} == {4, 2, 1}
+
+
+def test_the_axes_of_the_model_are_searched_unless_they_are_named():
+    costs = costs_for("h100:1x8", "model.n_layer=1", "batch_size=8")
+    found = searched(costs, free=free_axes({}))
+    assert {cost.variant.mesh["tensor"] for cost in found.ranked} >= {1, 2}
+    named = searched(costs, free=free_axes({"tensor": 1, "fsdp": -1}))
+    assert {cost.variant.mesh["tensor"] for cost in named.ranked} == {1}
+    fixed = searched(costs, free=free_axes({"tensor": 2, "replica": 2}), tensor=2, replica=2)
+    assert {cost.variant.mesh_text for cost in fixed.ranked} == {"replica=2,fsdp=2,tensor=2"}
+
+
+def test_an_axis_that_the_model_does_not_declare_is_not_considered():
+    """GPT has no experts; its parameters are stored over the axis as over any other."""
+    found = searched(costs_for("h100:1x8", "model.n_layer=1", "batch_size=8"), free=free_axes({"tensor": 1}))
+    assert all(cost.variant.mesh.get("expert", 1) == 1 for cost in found.ranked)
+
+
+def test_more_devices_than_sequences_split_the_sequences():
+    """The requested mesh has two devices for a sequence, and the search more."""
+    found = searched(costs_for("h100:1x8", "model.n_layer=1", "batch_size=4"), free=free_axes({"tensor": 1}), context=2)
+    assert {cost.variant.mesh.get("context", 1) for cost in found.ranked} >= {2, 4}
+
+
+def test_of_equal_times_the_smallest_is_first():
+    smaller = costs_for("h100:1x8", "batch_size=8").of(Variant(name="smaller", mesh={"replica": 1, "fsdp": 8}))
+    memory = dataclasses.replace(smaller.memory, parameters_bytes=2 * smaller.memory.parameters_bytes)
+    larger = dataclasses.replace(smaller, memory=memory)
+    assert list(_ranked([larger, smaller])) == [smaller, larger]
+    assert why_lost(larger, smaller) == "holds more" and why_lost(smaller, larger) == ""

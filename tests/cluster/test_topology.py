@@ -22,8 +22,12 @@ HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
         ("h100:4x16x8", "h100", (4, 16, 8), 512, 8),
         ("gb200:128x4", "gb200", (1, 128, 4), 512, 72),
         ("gb200:2x4", "gb200", (1, 2, 4), 8, 8),
-        ("v5p:8x8x8", "v5p", (8, 8, 8), 512, 512),
-        (" v6e:2x4 ", "v6e", (2, 4), 8, 8),
+        ("v5p:8x8x8", "v5p", (1, 8, 8, 8), 512, 512),
+        (" v6e:2x4 ", "v6e", (1, 2, 4), 8, 8),
+        ("v5e:2x16x16", "v5e", (2, 16, 16), 512, 256),
+        ("v5p:4x8x8x8", "v5p", (4, 8, 8, 8), 2048, 512),
+        ("v4:4x4x4", "v4", (1, 4, 4, 4), 64, 64),
+        ("tpu7x:2x4x4x4", "tpu7x", (2, 4, 4, 4), 256, 128),
         ("a3-high:16x8", "h100", (1, 16, 8), 128, 8),
         ("p4d:2x8", "a100-40", (1, 2, 8), 16, 8),
         ("mi250x:4x8", "mi250x", (1, 4, 8), 32, 8),
@@ -41,6 +45,8 @@ def test_read(text, device, extents, devices, fast):
         ("h100:64x8", "512 x NVIDIA H100 SXM, 80 GB, 64 hosts with 8 each"),
         ("h100:4x16x8", "512 x NVIDIA H100 SXM, 80 GB, 4 slices of 16 hosts with 8 each"),
         ("v5e:4x4", "16 x Cloud TPU v5e, a slice of 4x4"),
+        ("v5e:2x4x4", "32 x Cloud TPU v5e, 2 slices of 4x4"),
+        ("tpu7x:2x2x1", "8 x Cloud TPU7x, one of two chiplets, a slice of 2x2x1 chips"),
     ],
 )
 def test_described(text, line):
@@ -57,8 +63,8 @@ def test_unknown_device_names_the_nearest():
     assert refused("h10:64x8") == (
         "There is no device 'h10'.\n"
         "  where: --topology h10:64x8\n"
-        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, mi250x, mi300x, v5e, v5p, v6e; with their"
-        " own adapters a3-high, a3-mega, p4d, p4de, p5, dgx-a100, dgx-h100; and files, *.toml.\n"
+        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, mi250x, mi300x, v4, v5e, v5p, v6e, tpu7x;"
+        " with their own adapters a3-high, a3-mega, p4d, p4de, p5, dgx-a100, dgx-h100; and files, *.toml.\n"
         "  do:    --topology h100:64x8"
     )
     assert "do:    --topology a100-40:64x8  # or --topology a100-80:64x8" in refused("a100:2x8")
@@ -76,10 +82,11 @@ def test_unreadable_extents_of_tpus():
     assert refused("v5p:8x8") == (
         "The topology cannot be read.\n"
         "  where: --topology v5p:8x8\n"
-        "  why:   v5p: must be followed by XxYxZ, the extents of a slice, integers from 1, not '8x8'.\n"
+        "  why:   v5p: must be followed by XxYxZ, the extents of a slice, or SLICESxXxYxZ, integers from 1,"
+        " not '8x8'.\n"
         "  do:    --topology v5p:8x8x8"
     )
-    assert "followed by XxY, the extents" in refused("v5e:2x2x2")
+    assert "followed by XxY, the extents" in refused("v5e:2x2x2x2")
 
 
 def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
@@ -171,9 +178,6 @@ def test_devices_of_clusters_of_amd_gpus():
 
 @pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra plan-tpu")
 def test_devices_of_tpu_slices():
-    assert devices_of("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "v5e:3x5") == [
-        "v5e:2x4 8 tpu",
-        "v5p:2x2x2 8 tpu",
-        "v6e:2x4 8 tpu",
-        "v5e:3x5 TopologyError",
-    ]
+    names = ["v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "v5e:2x2x4", "tpu7x:2x2x2x1"]
+    expected = [f"{name} {parse_topology(name).num_devices} tpu" for name in names]
+    assert devices_of(*names, "v5e:3x5") == [*expected, "v5e:3x5 TopologyError"]

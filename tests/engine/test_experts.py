@@ -25,7 +25,14 @@ moe = sys.modules[MOE_FILE.build.__module__]
 
 # Room for fewer tokens than are sent: some find no place.
 MICRO_MOE = dataclasses.replace(
-    MOE_FILE.recipe("tiny")[1].model, n_layer=2, n_head=2, n_kv_head=1, d_model=32, d_ff=64, capacity=1.0
+    MOE_FILE.recipe("tiny")[1].model,
+    n_layer=2,
+    n_head=2,
+    n_kv_head=1,
+    d_model=32,
+    d_ff=64,
+    capacity=1.0,
+    remat="none",
 )
 IDS = np.random.default_rng(0).integers(0, 256, (16, 17), dtype=np.int32)
 BATCH = {"inputs": IDS[:, :-1], "targets": IDS[:, 1:]}

@@ -20,6 +20,9 @@ from tests.stages_model import StagedBlock, StagedConfig, StagedDecoder, token_l
 from tests.wide import slow, wide
 
 TX = optax.adamw(1e-2, eps=1e-3)
+# Microbatches add up in another order than examples. How far apart that is depends on the CPU's vector units: up to
+# 1.9e-6 on one, 3.3e-6 on another.
+TOLERANCE = 2 * GRADIENT_TOLERANCE
 PIPE_2 = {"pipe": 2, "fsdp": 2}
 PLAIN = StagedConfig()
 
@@ -88,7 +91,7 @@ def test_equal_to_one_device(name):
     case = CASES[name]
     run = trained(case)
     difference = compare(run, one_device(case.config, case.accumulate))
-    assert difference.gradient <= GRADIENT_TOLERANCE, difference
+    assert difference.gradient <= TOLERANCE, difference
     assert difference.parameters <= GRADIENT_TOLERANCE, difference
     assert difference.loss <= GRADIENT_TOLERANCE, difference
     assert run.traces == 1
@@ -143,8 +146,10 @@ def test_outside_of_the_loop_examples_may_be_combined():
     sharded = annotated(Case(), build(StagedConfig(layers=2)))
     loss, grads = nnx.jit(nnx.value_and_grad(centred_loss))(sharded, uneven_tokens())
     np.testing.assert_allclose(loss, wanted[0], rtol=2e-6)
+    largest = max(float(jnp.abs(y).max()) for y in jax.tree.leaves(wanted[1]))
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted[1]), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-6 * float(jnp.abs(y).max()) + 1e-12)
+        # Some gradients are zero but for rounding: they are compared with the largest.
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6 * largest)
 
 
 def test_a_batch_that_does_not_divide_into_microbatches_is_refused():

@@ -26,7 +26,7 @@ from tests.toy_models import Residual, Tied, Tower, TwoLayers
 GPT_FILE = load_model_file(MODELS / "gpt.py")
 gpt = sys.modules[GPT_FILE.build.__module__]
 
-MICRO = dataclasses.replace(micro().model, n_layer=4, n_head=4)
+MICRO = dataclasses.replace(micro().model, n_layer=4, n_head=4, remat="none")
 THREE = {"replica": 2, "fsdp": 2, "tensor": 2}
 IDS = np.random.default_rng(0).integers(0, 256, (16, 17), dtype=np.int32)
 BATCH = {"inputs": IDS[:, :-1], "targets": IDS[:, 1:]}

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.extend import core as jex
 
 import jshard as js
+from jshard.engine import gradient_sums
 from tests.helpers import Block, Config, Decoder, equations_and_trips, loss_fn, token_batch
 from tests.linen_models import WIDTH
 from tests.linen_models import Layer as LinenLayer
@@ -69,7 +70,9 @@ class Region:
 
     def __init__(self, jaxpr: Any) -> None:
         self.nodes: list[Node] = []
-        self.results = opened(jaxpr, [object() for _ in jaxpr.invars], self.nodes)
+        arguments = [object() for _ in jaxpr.invars]
+        self.activations = [v for v, invar in zip(arguments, jaxpr.invars, strict=True) if invar.aval.ndim == 3]
+        self.results = opened(jaxpr, arguments, self.nodes)
         live = set(self.results)
         edges = {}
         for node in reversed(self.nodes):
@@ -164,6 +167,45 @@ def test_the_sum_over_replicas_begins_behind_the_next_unit_and_no_unit_waits_for
             assert not any(backward.waits_for(product, [total]) for product in later)
 
 
+def barriers_behind_the_cast(region: Region, reduction: Node) -> int:
+    """How many barriers a gradient passes between the cast to the dtype of its sum, and the sum."""
+    made = {v: node for node in region.nodes for v in node.outputs}
+    num_barriers = 0
+    (x,) = reduction.inputs
+    while made[x].kind != "convert_element_type":
+        node = made[x]
+        num_barriers += node.kind == "optimization_barrier"
+        x = node.inputs[node.outputs.index(x)]
+    return num_barriers
+
+
+@pytest.mark.parametrize(("on_tpus", "of_blocks", "of_root"), [(False, 0, 0), (True, 2, 1)])
+def test_gradients_are_cast_when_they_are_summed_and_on_tpus_in_front_of_their_barrier(
+    on_tpus, of_blocks, of_root, monkeypatch
+):
+    """Two units' gradients are whole at a time: in the narrower dtype, except where the sum could not be hidden."""
+    monkeypatch.setattr(gradient_sums, "is_of_tpus", lambda mesh: on_tpus)
+    gradient_sums.reduce_unit.clear_cache()
+    half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
+    _, backward = traced.__wrapped__(prefetch=1, mixed_precision=half)
+    gradient_sums.reduce_unit.clear_cache()
+    reductions = [n for n in backward.of_kind("reduce_scatter") if n.backward]
+    barriers = {(n.unit.startswith("blocks"), barriers_behind_the_cast(backward, n)) for n in reductions}
+    assert barriers == {(True, of_blocks), (False, of_root)}
+
+
+def test_small_gradients_of_all_units_are_summed_at_once_and_no_unit_waits_for_them():
+    _, backward = traced(prefetch=1, remat="none")
+    joined = [n for n in backward.of_kind("concatenate") if len(n.inputs) > LAYERS]
+    (of_all,) = joined  # of each block four: what its norms and the products' biases are
+    (total,) = (n for n in backward.of_kind("psum") if of_all.outputs[0] in n.inputs)
+    assert not any(backward.waits_for(n, [total]) for n in backward.live if n.unit.startswith("blocks"))
+    num_blocks_before = sum(
+        backward.waits_for(total, backward.find("dot_general", block(i), True)) for i in range(LAYERS)
+    )
+    assert num_blocks_before == LAYERS
+
+
 def test_without_prefetch_the_order_is_the_compilers():
     forward, backward = traced(prefetch="compiler")
     for i in range(LAYERS):
@@ -181,6 +223,14 @@ def test_backward_waits_for_what_forward_kept_only_where_it_gathers():
     computed = {v for node in backward.nodes for v in node.outputs}
     assert backward.of_kind("reduce_scatter") and not backward.of_kind("all_gather")
     assert not [n for n in backward.of_kind("optimization_barrier") if computed.isdisjoint(n.inputs)]
+
+
+def test_barriers_of_backward_hold_back_nothing_that_forward_has_saved():
+    """Forward would have to store every value that backward reads; else XLA computes cheap ones again."""
+    _, backward = traced(prefetch=1, remat="none")
+    tied = {v for barrier in backward.of_kind("optimization_barrier") for v in barrier.inputs}
+    assert len(backward.activations) > LAYERS
+    assert len(tied.intersection(backward.activations)) == 1  # the cotangent of the scores
 
 
 def in_flight(region: Region, sizes: dict[str, int], *, backward: bool) -> dict[str, int]:
@@ -289,6 +339,95 @@ def test_without_prefetch_a_trip_ends_when_its_gradients_are_reduced():
         if late.intersection(node.inputs):
             late.update(node.outputs)
     assert late.issuperset(region.results)
+
+
+class WideLayer(nnx.Module):
+    """Its first kernel is sharded along its last dim, which is the longer one."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.numpy.tanh(self.up(x)))
+
+
+class WideLayers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([WideLayer(rngs) for _ in range(5)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return js.scan_layers(self.layers, x)
+
+
+@functools.cache
+def bodies_of_wide_layers() -> list[Any]:
+    """The bodies of the loops of forward and backward, whose parameters are gathered in bfloat16."""
+
+    def annotate(model: WideLayers) -> None:
+        placement = js.PlacementPolicy(min_size=64)
+        half = js.MixedPrecision(param_dtype="bfloat16")
+        settings = {"placement": placement, "mixed_precision": half, "remat": "none"}
+        js.fully_shard(model, units=WideLayer, mesh=js.mesh(), **settings)
+
+    model = js.abstract_init(lambda: WideLayers(nnx.Rngs(0)), annotate)
+    graphdef, params = nnx.split(model)
+    loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x).astype("float32") ** 2).mean()
+    x = jax.ShapeDtypeStruct((16, 32), "float32")
+    return [body_of_loop(region) for region in regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr)]
+
+
+def tied(body: Any) -> list[Any]:
+    """The types of what barriers hold back."""
+    types = []
+    for eqn, _ in equations_and_trips(body):
+        if eqn.primitive.name == "optimization_barrier":
+            types += [atom.aval for atom in eqn.invars]
+    return types
+
+
+def test_gradients_wait_in_the_order_in_which_they_are_sent():
+    """Where they do not, the compiler copies each before its reduce-scatter: it sends parts that are contiguous."""
+    _, backward = bodies_of_wide_layers()
+    # The parameter is (32, 64), and its gradient (64, 32). Two barriers have the parameter: of those that are gathered
+    # ahead, and of the gradients that are reduced after small ones.
+    assert [v.aval.shape for v in backward.outvars].count((32, 64)) == 1
+    assert [aval.shape for aval in tied(backward)].count((32, 64)) == 2
+
+
+def test_rows_that_are_gathered_ahead_are_cast_before_they_are_tied():
+    """Where they are not, each is sliced into an array of its own, in the stored dtype, and read again."""
+    forward, _ = bodies_of_wide_layers()  # the barriers of backward also have reduced gradients, as they are stored
+    shards = [aval for aval in tied(forward) if aval.shape in ((32, 64 // 8), (64 // 8, 32))]
+    assert shards and {aval.dtype for aval in shards} == {jnp.dtype("bfloat16")}
+
+
+def test_rows_of_parameters_and_gradients_do_not_choose_the_layout_of_their_stacks():
+    """Where they do, the compiler copies whole stacks before and after the loop: twice the parameters on a device."""
+    forward, backward = bodies_of_wide_layers()
+    for body, times in ((forward, 1), (backward, 2)):  # backward also writes the rows of gradients
+        found = collections.Counter()
+        for eqn, _ in equations_and_trips(body):
+            if eqn.primitive.name == "layout_constraint":
+                found[eqn.outvars[0].aval.shape] += 1
+        assert found[32, 64 // 8] == times and found[64 // 8, 32] == times
+
+
+@pytest.mark.parametrize(("width", "num_gathers"), [(2048, 1), (4096, 2)])
+def test_small_parameters_are_gathered_apart_only_beside_large_ones(width, num_gathers):
+    """A second gather of a small block costs the latency of one; behind a large one, a small one would be late."""
+    settings = {"mixed_precision": js.MixedPrecision(param_dtype="bfloat16"), "units": nnx.Linear}
+    model = js.abstract_init(
+        lambda: nnx.Sequential(nnx.Linear(width, width, rngs=nnx.Rngs(0))),
+        lambda model: js.fully_shard(model, mesh=js.mesh(), **settings),
+    )
+    graphdef, params = nnx.split(model)
+    x = jax.ShapeDtypeStruct((16, width), "float32")
+    jaxpr = jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params, copy=True)(x))(params, x).jaxpr
+    gathers = [eqn for eqn, _ in equations_and_trips(jaxpr) if eqn.params.get("name") == "gather_unit"]
+    barriers = [
+        eqn for eqn, _ in equations_and_trips(gathers[0].params["jaxpr"].jaxpr) if "barrier" in str(eqn.primitive)
+    ]
+    assert 1 + len(barriers) == num_gathers
 
 
 # ---- A unit is gathered once a pass --------------------------------------------------------------

@@ -72,7 +72,8 @@ def assert_alike(mapped: Compiled, batched: Compiled) -> None:
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5)
     assert mapped.flops <= 1.05 * batched.flops
     assert mapped.temporary_bytes <= 1.1 * batched.temporary_bytes + 2**16
-    assert mapped.amounts == batched.amounts
+    assert mapped.amounts.keys() == batched.amounts.keys()
+    assert all(mapped.amounts[kind] <= amount for kind, amount in batched.amounts.items())
 
 
 def mapped(f: Function, **how: Any) -> Function:

@@ -102,6 +102,53 @@ def test_a_right_model_is_ok_on_cpu_and_what_the_compiler_does_is_a_note(name: s
     assert all("XLA:CPU" in str(note) for note in found.notes)
 
 
+def in_bfloat16(window: Window) -> Window:
+    arrays = tuple(array._replace(dtype="bf16") for array in window.arrays)
+    return dataclasses.replace(window, sizes=(("bf16", window.full_bytes // 2),), arrays=arrays)
+
+
+def test_what_the_tpu_compiler_does_is_a_note_and_anything_else_a_difference():
+    made = program(Config(scanned=True, attends=False))
+    windows = audit(made.compiled, plan=made.plan).schedule.windows
+    reduced = [dataclasses.replace(window, kind="all-reduce") for window in windows]
+    on_tpu = differences(reduced, made.plan, platform="tpu")
+    assert [(found.planned, found.compiled) for found in on_tpu] == [
+        ("all-gather", "all-reduce"),
+        ("reduce-scatter", "all-reduce"),
+    ]
+    assert all("the TPU compiler has no" in str(found) and "2.0x the bytes" in str(found) for found in on_tpu)
+    assert not any(found.by_compiler for found in differences(reduced, made.plan))  # another compiler's
+    sums = [dataclasses.replace(window, is_sum=True) for window in reduced]
+    assert not any(found.by_compiler for found in differences(sums, made.plan, platform="tpu"))  # the program's own
+
+    gathers = [window for window in windows if window.kind == "all-gather"]
+    others = [window for window in windows if window.kind != "all-gather"]
+    (narrowed,) = differences([*map(in_bfloat16, gathers), *others], made.plan, platform="tpu")
+    assert str(narrowed).endswith("0.5x the bytes (the TPU compiler casts before it gathers)")
+    reductions = [in_bfloat16(window) if window.kind == "reduce-scatter" else window for window in windows]
+    (unknown,) = differences(reductions, made.plan, platform="tpu")
+    assert not unknown.by_compiler  # gradients are never narrowed
+    assert differences(others, made.plan, platform="tpu")[0].by_compiler == ""  # nor is a gather omitted
+
+
+def in_two_stages(window: Window) -> list[Window]:
+    """A collective over two slices of four devices each, as the TPU compiler writes it."""
+    part = tuple((dtype, size // 4) for dtype, size in window.sizes)
+    between = dataclasses.replace(window, group=(0, 4), sizes=part)
+    return [between, dataclasses.replace(window, group=(0, 1, 2, 3))]
+
+
+def test_over_two_slices_the_stages_of_a_collective_are_one():
+    made = program(Config(scanned=True, attends=False))
+    windows = audit(made.compiled, plan=made.plan).schedule.windows
+    stages = [stage for window in windows for stage in in_two_stages(window)]
+    assert differences(stages, made.plan, num_slices=2) == ()
+    assert differences(stages, made.plan)  # groups that are no axis
+    gathers_only = [stage for stage in stages if stage.kind == "all-gather"]
+    (missing,) = differences(gathers_only, made.plan, num_slices=2)
+    assert missing.planned == "reduce-scatter"
+
+
 class Normed(nnx.Module):
     """Statistics of the batch, which are a tenth of so small a model."""
 

@@ -95,7 +95,7 @@ def test_what_is_kept_is_what_reshard_says(remat: str):
     keep = temporary(SHALLOW, remat=remat, prefetch=0, reshard_after_forward=False)
     assert keep - reshard == pytest.approx(gathered_layers(SHALLOW), rel=0.05)
     if remat == "none":
-        half = temporary(SHALLOW, prefetch=0, reshard_after_forward=2)
+        half = temporary(SHALLOW, remat=remat, prefetch=0, reshard_after_forward=2)
         assert half - reshard == pytest.approx(gathered_layers(SHALLOW) / 2, rel=0.05)
 
 

@@ -54,6 +54,86 @@ def test_an_async_collective_and_what_runs_beside_it():
 
 
 @pytest.mark.parametrize(
+    ("name", "is_sum"),
+    [
+        ("jit(reduce_unit)/psum", True),
+        ("jit(reduce_unit)/psum_scatter", False),
+        ("jit(reduce_unit)/reduce_scatter", False),
+    ],
+)
+def test_a_sum_that_the_program_asks_for(name, is_sum):
+    reduction = f'all-reduce(%gradient), channel_id=1, {EIGHT}, metadata={{op_name="{name}"}}'
+    (window,) = collectives(program(f"%sum = f32[2000000]{{0}} {reduction}"))
+    assert window.is_sum == is_sum
+
+
+@pytest.mark.parametrize(
+    ("sent_by", "links"),
+    [
+        ('{"color_strategies":[{"phase_rings":[{"core_count":"4"}]},{"phase_rings":[{"core_count":"4"}]}]}', 2),
+        ('{"debug":"UniDirectionNDRingStrategy{colors:6 phases:3 cores:{4 4 4}"}', 6),
+        ('{"debug":"StrategyRing{colors:1 phases:1 cores:{64}"}', 2),  # both ways around
+        ('{"emitter":"1DAllGatherNonMajorDimImbalanced","debug":"group_size = 64"}', 2),
+        ('{"emitter":"3DAllGatherOnMajorDim"}', 6),
+        ('{"emitter":"BarnaCoreAllGatherEmitter","debug":"group_size = 64"}', 2),
+        ('{"flag_configs":[]}', 0),
+    ],
+)
+def test_the_links_of_a_torus_that_a_collective_uses(sent_by: str, links: int):
+    text = program(gather("ag", 1) + f", backend_config={sent_by}", dot("a"), gathered("full", "ag"))
+    (window,) = read_schedule(text).windows
+    assert window.links == links
+
+
+def between_slices(opcode: str, name: str, shape: str, operands: str, transfer: str = "") -> str:
+    """A part of a collective between TPU slices, as libtpu prints it."""
+    attributes = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+    if transfer:
+        attributes += ',_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:3}"'
+        attributes += f',_xla_megascale_transfer_type="{transfer}"'
+    return f"%{name} = {shape} {opcode}({operands}), is_host_transfer=true, frontend_attributes={{{attributes}}}"
+
+
+def on_two_slices(transfer: str, sent: int, arriving: int) -> str:
+    """A collective between two slices of four devices, beside a product."""
+    return program(
+        "%after = token[] after-all()",
+        between_slices("send", "s", f"(f32[{sent},10]{{1,0}}, u32[], token[])", "%gradient, %after", transfer),
+        between_slices("recv", "r", f"(f32[{arriving},10]{{1,0}}, u32[], token[])", "%after", transfer),
+        dot("a"),
+        between_slices("send-done", "sd", "token[]", "%s"),
+        between_slices("recv-done", "rd", f"(f32[{arriving},10]{{1,0}}, token[])", "%r"),
+        dot("b"),
+        devices=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("transfer", "kind", "sent", "arriving"),
+    [
+        ("ALL_REDUCE", "all-reduce", 100, 100),
+        ("ALL_GATHER", "all-gather", 50, 100),
+        ("REDUCE_SCATTER", "reduce-scatter", 100, 50),
+    ],
+)
+def test_a_collective_between_tpu_slices_lasts_from_its_send_to_the_end_of_its_recv(transfer, kind, sent, arriving):
+    mesh = js.mesh(replica=2, devices=8)
+    schedule = read_schedule(on_two_slices(transfer, sent, arriving), mesh=mesh)
+    assert (schedule.num_devices, schedule.num_slices) == (8, 2)
+    (window,) = schedule.windows
+    assert (window.kind, window.axes, window.group, window.sizes) == (kind, ("replica",), (0, 4), (("f32", 4000),))
+    assert window.is_async and window.matmuls == 1
+    assert window.arrays == (("f32", (arriving, 10)),)
+
+
+@pytest.mark.parametrize("fault", ['_xla_megascale_target="{1,2}x{0:3}",', "ALL_REDUCE", "xla_megascale_runtime"])
+def test_other_transfers_by_hosts_are_refused(fault):
+    text = on_two_slices("ALL_REDUCE", 100, 100).replace(fault, "")
+    with pytest.raises(ProgramError, match="cannot be counted"):
+        read_schedule(text)
+
+
+@pytest.mark.parametrize(
     ("op_name", "unit", "phase"),
     [
         ("jit(step)/jvp()/shard_map/jshard[(root)]/jshard[blocks/3]/all_gather", "blocks/3", "forward"),

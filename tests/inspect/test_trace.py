@@ -244,16 +244,34 @@ def test_the_timeline_of_a_step(tmp_path):
     gather = drawn["all-gather blocks/0 forward (all-gather.1): 20.0 us"]
     scatter = drawn["reduce-scatter blocks/1 backward (reduce-scatter.1): 30.0 us"]
     assert gather == ("communication", pytest.approx(20)) and scatter == ("communication", pytest.approx(30))
-    assert drawn["computing: 40.0 us"][0] == drawn["exposed: 15.0 us"][0] == "computation"
+    assert drawn["products: 40.0 us"][0] == "computation"
+    waiting = "exposed 15.0 us of reduce-scatter blocks/1 backward (reduce-scatter.1): 30.0 us"
+    assert drawn[waiting] == ("communication", pytest.approx(15))
     assert (
         [lane for lane, _ in drawn.values()].count("phase")
         == 2
         == sum(name.startswith("forward: ") for name in drawn) + 1
     )
     page = found.to_html()
-    assert all(f'title="{tip}"' in page for tip in drawn)
+    assert all(f'title="{tip}' in page for tip in drawn)
     assert "Step 2 of step on gpu:0, measured" in page  # gpu:1 hides more
-    assert "</span> all-gather forward<" in page and "</span> reduce-scatter backward<" in page
+    assert "30.0 us; in the step 1 run, 30.0 us, of which 20.0 us exposed" in page
+    for card in ("<b>100 us</b>", "<b>62.5 us</b>", "<b>45.0%</b>", "<b>27.5 us</b>", "<b>10.0 us</b>"):
+        assert card in page  # step, computing, hidden, exposed, idle: means of both devices
+
+
+def test_what_computes_has_its_kind_from_the_programs_text(tmp_path):
+    """Where two compute at one time the product is shown, which takes the longer; without a text no kind is known."""
+    text = program(dot("dot.1"), "%add.1 = f32[8]{0} add(%shard, %shard)")
+    events = {"a": [thunk("dot.1", 0, 20, run=1)], "b": [thunk("add.1", 10, 30, run=1)]}
+    known = (
+        js.read_profile(write(tmp_path / "text" / FILE, plane("/host:CPU", events), program=text)).steps[0].devices[0]
+    )
+    spans = [(round(span.begin_s * 1e6), round(span.end_s * 1e6), work) for span, work in known.computing]
+    assert spans == [(0, 20, "products"), (20, 30, "elementwise")]
+    unknown = js.read_profile(write(tmp_path / "plain" / FILE, plane("/host:CPU", events))).steps[0].devices[0]
+    assert {work for _, work in unknown.computing} == {""}
+    assert parts(known.shares) == parts(unknown.shares) == (30, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -52,6 +53,44 @@ def test_a_line_that_sends_more_than_it_asked_for_is_a_difference(plan: js.Shard
     assert not [d for d in differences([right], plan) if "vae.py" in str(d)]
     (more,) = [d for d in differences([right, larger], plan) if "vae.py" in str(d)]
     assert "2.00 KiB compiled for vae.py:35 (VAE.__call__), which needs 256 B" in str(more)
+
+
+LINE = "mixing[sum|mul|moe.py|268|Model.__call__|1024]"
+JOINED = (
+    "%share = f32[32,8]{1,0} constant({...})",
+    "%score = f32[32,8]{1,0} constant({...})",
+    "%share_flat = f32[256]{0} bitcast(%share)",
+    "%score_flat = f32[256]{0} bitcast(%score)",
+    "%flat = f32[512]{0} fusion(%share_flat, %score_flat), kind=kLoop, calls=%wrapped",
+    f"%both = f32[512]{{0}} all-reduce(%flat), channel_id=1, {EIGHT}, to_apply=%add, "
+    f'metadata={{op_name="jit(step)/jvp({LINE})/psum"}}',
+)
+WRAPPED = computation(
+    "wrapped",
+    "%first = f32[256]{0} parameter(0)",
+    "%second = f32[256]{0} parameter(1)",
+    "ROOT %both_flat = f32[512]{0} concatenate(%first, %second), dimensions={0}",
+)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_arrays_that_a_compiler_concatenated_are_counted_one_by_one(plan: js.ShardPlan, is_fused: bool):
+    """As XLA of jax 0.12 does with two sums of the line that balances the experts of moe.py."""
+    lines = list(JOINED)
+    if not is_fused:
+        lines[4] = "%flat = f32[512]{0} concatenate(%share_flat, %score_flat), dimensions={0}"
+    mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+    (window,) = read_schedule(program(*lines, computations=WRAPPED), mesh=mesh).windows
+    assert window.arrays == (HloArray("f32", (32, 8)), HloArray("f32", (32, 8)))
+    assert window.result_bytes == window.full_bytes == 2048
+    assert not [d for d in differences([window], plan) if "moe.py" in str(d)]
+    # What the model itself concatenates is one array to it.
+    named = 'metadata={op_name="jit(step)/concatenate"}'
+    lines[4] = f"%flat = f32[512]{{0}} concatenate(%share_flat, %score_flat), dimensions={{0}}, {named}"
+    (of_model,) = read_schedule(program(*lines, computations=WRAPPED), mesh=mesh).windows
+    assert of_model.arrays == (HloArray("f32", (512,)),)
+    # The line asks for 1 KiB at a time. One array of 2 KiB is more than that.
+    assert [d for d in differences([of_model], plan) if "2.00 KiB compiled for moe.py:268" in str(d)]
 
 
 def test_what_has_no_name_is_reported_by_who_reads_it(plan: js.ShardPlan):

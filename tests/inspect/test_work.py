@@ -95,8 +95,11 @@ def test_attention_of_a_library(target: str, products: int):
 
 @pytest.mark.parametrize(("kernel", "products"), [("fwd_residuals", 2), ("dq_no_residuals", 3), ("dkv", 4)])
 @pytest.mark.parametrize(("positions", "part"), [("s32[512,128]{1,0}", (4 + 1) / (2 * 4)), ("f32[4,512]{1,0}", 1)])
-def test_splash_attention_of_a_tpu_and_the_blocks_of_a_causal_mask(kernel, products, positions, part):
+@pytest.mark.parametrize("batch", [2, 1])
+def test_splash_attention_of_a_tpu_and_the_blocks_of_a_causal_mask(kernel, products, positions, part, batch):
     q, k = "bf16[2,4,512,64]{3,2,1,0}", "bf16[2,2,512,64]{3,2,1,0}"
+    if batch == 1:  # libtpu drops the dim
+        q, k = "bf16[4,512,64]{2,1,0}", "bf16[2,512,64]{2,1,0}"
     found = work_of(
         "%grid = s8[1,4,4]{2,1,0} constant({...})",
         *(f"%{name} = {shape} constant({{...}})" for name, shape in zip("qkv", (q, k, k), strict=True)),
@@ -104,7 +107,7 @@ def test_splash_attention_of_a_tpu_and_the_blocks_of_a_causal_mask(kernel, produ
         f"%splash_mha_{kernel}.5 = ({q}, f32[2,4,512]{{2,1,0}}) custom-call(%grid, %grid, %q, %k, %v, %places),"
         ' custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n"block_q":"128"\n}}',
     )
-    assert found.total_flops == part * products * 2 * (2 * 4 * 512 * 512 * 64)
+    assert found.total_flops == part * products * 2 * (batch * 4 * 512 * 512 * 64)
     assert found.products[0].is_attention and not found.uncounted
 
 
@@ -135,6 +138,51 @@ def test_a_fusion_reads_the_layer_and_not_the_stack():
 def test_a_fusion_writes_the_layer_and_not_the_stack():
     found = work_of("%y = f32[96000]{0} fusion(%s, %l, %i), kind=kLoop, calls=%updated", computations=UPDATED)
     assert found == OpWork(memory_bytes=3 * 4000 + 4)
+
+
+NESTED = FUSED + computation(
+    "product",
+    "%stack = f32[96,1000]{1,0} parameter(0)",
+    "%at = s32[] parameter(1)",
+    "%scale = f32[1000]{0} parameter(2)",
+    "%left = f32[1000]{0} fusion(%stack, %at, %scale), kind=kLoop, calls=%fused",
+    "ROOT %out = f32[1000]{0} negate(%left)",
+)
+
+
+def test_a_fusion_in_a_fusion_reads_the_layer_and_not_the_stack():
+    found = work_of("%y = f32[1000]{0} fusion(%s, %i, %c), kind=kOutput, calls=%product", computations=NESTED)
+    assert found == OpWork(memory_bytes=3 * 4000 + 4)
+
+
+BESIDE_A_GATHER = computation(
+    "async_collective_fusion.1",
+    "%stack = f32[96,1000]{1,0} parameter(0)",
+    "%layer = f32[1000]{0} parameter(1)",
+    "%at = s32[] parameter(2)",
+    "%zero = s32[] constant(0)",
+    "%twice = f32[1000]{0} add(%layer, %layer)",
+    "%row = f32[1,1000]{1,0} bitcast(%twice)",
+    "%updated = f32[96,1000]{1,0} dynamic-update-slice(%stack, %row, %at, %zero)",
+    "%shard = f32[250000]{0} parameter(3)",
+    "%whole = f32[2000000]{0} all-gather(%shard), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}",
+    "ROOT %out = (f32[96,1000]{1,0}, f32[2000000]{0}) tuple(%updated, %whole)",
+)
+
+
+def test_a_fusion_beside_a_collective_writes_the_layer_and_not_the_stack():
+    found = work_of(
+        "%y = (f32[96,1000]{1,0}, f32[2000000]{0}) fusion(%s, %l, %i, %w), kind=kOutput,"
+        " calls=%async_collective_fusion.1",
+        computations=BESIDE_A_GATHER,
+    )
+    assert found == OpWork(memory_bytes=3 * 4000 + 4)  # as the same without a collective, above
+
+
+def test_a_collective_that_continues_is_no_traffic():
+    """A SparseCore carries it out; its buffers are in the shape of each of its instructions."""
+    pair = "((f32[1000]{0}), f32[1000]{0})"
+    assert work_of(f"%next = {pair} call-update(%begun, %other)") == OpWork()
 
 
 def test_a_row_fetched_from_the_host_is_no_traffic_of_the_device():

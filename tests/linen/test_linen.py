@@ -55,7 +55,7 @@ def test_units_may_differ_in_their_settings():
     plan = js.plan(assert_equal(Decoder(depth=3), units=units))
     assert [(u.remat, u.prefetch, u.reshard_after_forward) for u in plan.units[1:3]] == [
         ("full", "0", True),
-        ("none", "1", False),
+        ("auto", "1", False),
     ]
     assert plan.leaf("block_1/Dense_0/kernel").placement.dim == 1
     assert plan.leaf("block_1/LayerNorm_0/scale").placement.because.startswith("smaller than min_size (32 < 4096")

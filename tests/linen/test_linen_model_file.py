@@ -67,7 +67,7 @@ def batches(number=STEPS):
 
 
 def test_other_settings_of_the_units_are_planned():
-    plain = file_of(Scanned(length=4), Layer)
+    plain = file_of(Scanned(length=4), Layer).with_units({"remat": "none"})
     other = plain.with_units({"remat": "full"}).with_units({"prefetch": 0})
     mesh, batch = js.mesh(), batch_of(plain, RECIPE, RECIPE.batch_size)
     before, after = (abstract_model(file, RECIPE, mesh) for file in (plain, other))

@@ -36,12 +36,19 @@ def abstract(config, mesh):
 @pytest.mark.parametrize(
     ("name", "num_parameters", "degrees"),
     [
+        ("qwen3_0_6b", 596_049_920, {"fsdp": 8}),
+        ("llama3_2_1b", 1_235_814_400, {"fsdp": 8}),
+        ("llama3_2_3b", 3_212_749_824, {"fsdp": 8}),
+        ("mistral_7b", 7_248_023_552, {"fsdp": 64}),
+        ("qwen2_5_7b", 7_615_616_512, {"fsdp": 64}),
         ("llama3_8b", 8_030_261_248, {"fsdp": 128}),
+        ("qwen3_14b", 14_768_307_200, {"fsdp": 64}),
+        ("qwen3_32b", 32_762_123_264, {"fsdp": 128}),
         ("llama3_70b", 70_553_706_496, {"replica": 2, "fsdp": 128}),
         ("llama3_405b", 405_853_388_800, {"fsdp": 512}),
     ],
 )
-def test_recipe_of_the_paper_plans_from_its_shapes(name, num_parameters, degrees):
+def test_a_recipe_of_a_published_size_plans_from_its_shapes(name, num_parameters, degrees):
     assert_plans("llama", name, num_parameters=num_parameters, **degrees)
 
 

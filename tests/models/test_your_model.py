@@ -157,7 +157,8 @@ def test_the_pages_are_true(tmp_path):
     assert config["recipe"]["learning_rate"] == 0.003
 
     # The script's own loops: the second continues where the first ended.
-    assert "began after step 20, ended after step 30\n" in done[-1].shown
+    (script,) = [each.shown for each in done if each.command == "python fit.py" and "after step 20" in each.shown]
+    assert "began after step 20, ended after step 30\n" in script
     assert numbers_in(folder / "checkpoints") == {20, 30}
     rows = [line.split(",") for line in (folder / "losses.csv").read_text().splitlines()]
     assert [int(step) for step, _ in rows] == list(range(21, 31))

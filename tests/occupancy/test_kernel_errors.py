@@ -9,9 +9,7 @@ import pytest
 import jshard as js
 from jshard.kernels import KernelError, Occupancy
 from tests.golden_texts import GoldenTexts
-from tests.occupancy.on_h200 import H200, of, on
-
-A100 = ("NVIDIA A100-SXM4-80GB", "gpu", 108)
+from tests.occupancy.absent_gpu import A40, A100, H200, of, on
 
 
 def traced(name, *arrays, device=H200, axes=(), backend="mosaic", **settings):
@@ -27,8 +25,22 @@ def matmul(dtype=jnp.bfloat16, **settings):
     return traced("matmul", of(512, 256, dtype=dtype), of(256, 512), **settings)
 
 
-def knobs(**settings):
-    return matmul(occupancy=Occupancy(**settings))
+def knobs(device=H200, **settings):
+    return matmul(occupancy=Occupancy(**settings), device=device)
+
+
+def on_older_jax():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jshard._compat.COMPILES_FOR_AMPERE", False)
+        patch.setattr("jshard._compat.jax_version", lambda: "0.11.2")
+        return matmul(device=A100)
+
+
+def on_no_a100():
+    """Traced by JAX for a Hopper GPU, as it does for all that are not there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jshard._compat.kernel_capability", lambda: 9)
+        return matmul(device=A100)
 
 
 def gated(occupancy, activation="silu"):
@@ -61,11 +73,16 @@ ERRORS = {
     "shapes: matmul, nothing to do": lambda: traced("matmul", of(0, 64), of(64, 64)),
     "dtypes: two": lambda: matmul(dtype=jnp.float16),
     "knobs: all that no GPU has": lambda: Occupancy(
-        tile_m=192, tile_n=0, tile_k=96, stages=1, reserved_sms=-1, smem_pad_bytes=-1, latency_ns=0
+        tile_m=96, tile_n=0, tile_k=96, stages=1, reserved_sms=-1, smem_pad_bytes=-1, latency_ns=0
     ),
     "knobs: reserved where the GPU places blocks": lambda: Occupancy(persistent=False, reserved_sms=16),
     "knobs: too much padding": lambda: knobs(**TILED, smem_pad_bytes=100_000),
     "knobs: everything at once": lambda: knobs(tile_n=256, smem_pad_bytes=150_000, reserved_sms=200),
+    "knobs: rows that two warpgroups do not share": lambda: knobs(tile_m=192),
+    "knobs: too much for an A40": lambda: knobs(device=A40, tile_m=128, stages=4),
+    "knobs: everything at once, on an A100": lambda: knobs(
+        device=A100, tile_n=256, smem_pad_bytes=150_000, reserved_sms=108
+    ),
     "knobs: two sums of a gated layer": lambda: gated(Occupancy(**TILED | {"tile_n": 512})),
     "knobs: too much padding of a norm": lambda: traced(
         "rms_norm", of(8, 128), of(128), occupancy=Occupancy(persistent=False, smem_pad_bytes=300_000)
@@ -75,12 +92,17 @@ ERRORS = {
     "activation: unknown": lambda: gated(Occupancy(), activation="relu"),
     "device: a CPU, step by step and in float32": lambda: matmul(dtype=jnp.float32, backend="interpret", device=None),
     "device: a TPU": lambda: matmul(device=("TPU v5p", "tpu", 2)),
+    "device: an A100, of a version of JAX without kernels for it": on_older_jax,
+    "device: an A100 that JAX takes for another": on_no_a100,
     "device: axes that the compiler splits arrays over": lambda: matmul(axes=(("fsdp", 4), ("tensor", 2))),
 }
 GOLDEN = GoldenTexts("kernel_errors.txt", ERRORS)
 
 
-def test_texts():
+def test_texts(monkeypatch):
+    # The knobs of Ampere are checked before anything is traced: also under a version of JAX that cannot compile it.
+    monkeypatch.setattr("jshard._compat.COMPILES_FOR_AMPERE", True)
+    monkeypatch.setattr("jshard._compat.kernel_capability", lambda: 8)
     for name, call in ERRORS.items():
         with pytest.raises(KernelError) as caught:
             call()

@@ -1,4 +1,4 @@
-"""What each knob asks of an H200, exactly, as the kernels are lowered for it: no GPU is needed, and no compiler."""
+"""What each knob asks of a GPU, exactly, as the kernels are lowered for it: no GPU is needed, and no compiler."""
 
 import dataclasses
 import functools
@@ -11,9 +11,10 @@ import jshard as js
 from benchmarks.kernels.launches import launches
 from jshard.kernels import Occupancy
 from jshard.kernels.backend import product_ns, traffic_ns
-from jshard.kernels.mosaic_product import Product, smem_bytes
+from jshard.kernels.hopper_product import stage_shape
+from jshard.kernels.product import Product, smem_bytes
 from jshard.plans.remat import checkpoint_policy
-from tests.occupancy.on_h200 import KIND, lowered, of
+from tests.occupancy.absent_gpu import A40, A100, KIND, lowered, needs_ampere_kernels, of
 from tests.wide import wide
 
 M, K, N = 2048, 1024, 4096
@@ -52,12 +53,37 @@ def test_each_knob_is_in_the_program(knobs, blocks):
     # Stages of both operands, of 2 bytes each; what outputs leave through; the padding, in whole KiB.
     leaving = 2 * (4 * 64 * 64) if how.persistent else 2 * how.tile_m * how.tile_n
     bytes_ = how.stages * 2 * how.tile_k * (how.tile_m + how.tile_n) + leaving + -(-how.smem_pad_bytes // 1024) * 1024
-    assert smem_bytes(PLAIN, how, jnp.bfloat16) == bytes_
+    assert smem_bytes(PLAIN, how, jnp.bfloat16, stage_shape(how)) == bytes_
     # Of 8 bytes, one for each stage that is full; between warpgroups also one for each that is empty again.
     barriers = 8 * how.stages * (2 if how.persistent else 1)
     assert found.smem_bytes == bytes_ + barriers <= bytes_ + 1024
     assert found.name == f"jshard_matmul_nn_{'persistent' if how.persistent else 'tiled'}"
     assert found.latency_ns == product_ns(M, N, K, kind=KIND)
+
+
+@needs_ampere_kernels
+@pytest.mark.parametrize(
+    ("device", "knobs", "blocks", "smem_bytes"),
+    [
+        # Stages of both operands, of 2 bytes each; a tile of the output; the padding. No barriers.
+        (A100, {"reserved_sms": 16}, 92, 3 * 2 * 64 * (128 + 64) + 2 * 128 * 64),
+        (
+            A40,
+            TILED | {"tile_n": 64, "stages": 2, "smem_pad_bytes": 10_000},
+            1024,
+            2 * 2 * 64 * 192 + 2 * 8192 + 10_240,
+        ),
+        wide(A40, {"tile_m": 64, "tile_n": 64, "stages": 2}, 84, 2 * 2 * 64 * 128 + 2 * 64 * 64),
+    ],
+    ids=str,
+)
+def test_each_knob_is_in_the_program_for_ampere(device, knobs, blocks, smem_bytes):
+    how = Occupancy(**knobs)
+    kind, _, _ = device
+    (found,) = launches(lowered(functools.partial(matmul, occupancy=how), of(M, K), of(K, N), device=device))
+    assert (found.grid, found.threads, found.smem_bytes) == ((blocks, 1, 1), 128, smem_bytes)
+    assert found.name == f"jshard_matmul_nn_{'persistent' if how.persistent else 'tiled'}"
+    assert found.latency_ns == product_ns(M, N, K, kind=kind) > product_ns(M, N, K, kind=KIND)
 
 
 @pytest.mark.wide

@@ -8,9 +8,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import jshard as js
-from jshard.kernels import KernelError
+from jshard.kernels import KernelError, Occupancy
 from jshard.kernels.backend import decide
-from tests.occupancy.on_h200 import H200, on
+from jshard.kernels.generation import AMPERE
+from tests.occupancy.absent_gpu import A40, A100, H200, needs_ampere_kernels, on
 
 ARRAYS = [jnp.ones((8, 8), jnp.bfloat16)]
 HOPPER = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
@@ -29,7 +30,7 @@ def hopper(monkeypatch):
 
 def test_on_a_cpu_the_twin():
     assert form() == form("xla") == "xla"
-    with pytest.raises(KernelError, match="tensor cores of Hopper GPUs, not for cpu"):
+    with pytest.raises(KernelError, match="tensor cores of Hopper and Ampere GPUs, not for cpu"):
         form("mosaic")
 
 
@@ -49,6 +50,33 @@ def test_of_a_device_that_is_not_there_its_kind(kind, cores, found):
     with on((kind, "gpu", cores)):
         run = decide("matmul", "auto", None, ARRAYS)
         assert (run.form, run.device.sms) == (found, cores)
+
+
+@needs_ampere_kernels
+@pytest.mark.parametrize(("device", "smem_kib"), [(A100, 163), (A40, 99)], ids=["a100", "a40"])
+def test_on_ampere_the_kernel_with_the_limits_and_the_tiles_of_the_gpu(device, smem_kib):
+    kind, _, cores = device
+    with on(device):
+        run = decide("matmul", "auto", Occupancy(reserved_sms=16), ARRAYS)
+    assert (run.form, run.generation, run.device.kind) == ("mosaic", AMPERE, kind)
+    assert (run.device.sms, run.device.smem_limit_bytes) == (cores, smem_kib * 1024)
+    assert run.knobs == Occupancy(tile_m=128, tile_n=64, tile_k=64, stages=3, reserved_sms=16)
+    requested = Occupancy(tile_m=64)
+    with on(device):
+        assert decide("matmul", "auto", requested, ARRAYS).knobs == requested  # tiles that are named stay
+
+
+def test_on_ampere_the_twin_where_jax_does_not_compile_the_kernel(monkeypatch):
+    monkeypatch.setattr("jshard._compat.kernel_capability", lambda: 9)  # as for an absent GPU outside of a plan
+    with on(A100):
+        assert form() == "xla"
+        monkeypatch.setattr("jshard._compat.kernel_capability", lambda: 8)
+        monkeypatch.setattr("jshard._compat.COMPILES_FOR_AMPERE", False)
+        assert form() == "xla"
+        with pytest.raises(KernelError, match=r"need jax 0\.12 or newer"):
+            form("interpret")
+        monkeypatch.setattr("jshard._compat.COMPILES_FOR_AMPERE", True)
+        assert form() == "mosaic"
 
 
 def test_axes_over_which_xla_splits_arrays():

@@ -2,7 +2,7 @@
 
 Step by step on a CPU: one device, as the interpreter has no more, and small arrays, as it is slow. It fills what a
 kernel is to write with NaN beforehand. After an exception inside a kernel it hangs: every test here has a time limit.
-On a Hopper GPU: `JAX_PLATFORMS=cuda pytest -m gpu` of this file.
+On a Hopper or an Ampere GPU: `JAX_PLATFORMS=cuda pytest -m gpu` of this file.
 """
 
 import dataclasses
@@ -17,8 +17,11 @@ from hypothesis import Phase, given, settings
 
 import jshard as js
 from jshard import _compat
-from jshard.kernels import Occupancy
+from jshard.kernels import Occupancy, ampere_product, hopper_product
+from jshard.kernels.device import TracedDevice, planned_for
+from tests.occupancy.absent_gpu import needs_ampere_kernels
 from tests.occupancy.kernel_truth import SINGLE, drawn, error, exact, exact_mlp, exact_norm, results, too_far
+from tests.occupancy.late_copies import late_copies
 from tests.wide import wide
 
 TILED = Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2)
@@ -26,12 +29,20 @@ PERSISTENT = Occupancy(tile_m=128, tile_n=64, stages=2, reserved_sms=130)  # two
 FORMS = {
     "persistent": Occupancy(),
     "reserved": Occupancy(reserved_sms=16),
-    "tiled": Occupancy(persistent=False, tile_m=128),
+    "tiled": Occupancy(persistent=False, tile_m=128, tile_n=64, stages=3),
+    "large": Occupancy(persistent=False, tile_m=128),
     "padded": Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2, smem_pad_bytes=56_320),
 }
 # The last ones have several tiles for each multiprocessor: blocks walk on, after one step along k or after some.
 SHAPES = [(1, 1, 1), (64, 64, 64), (1000, 500, 300), (513, 1031, 777), (8192, 64, 4096), (4096, 320, 8192)]
 on_gpu = pytest.mark.gpu
+
+
+def form_on_gpu(form):
+    """A form, on a GPU whose registers hold its sums."""
+    if form == "large" and jax.devices()[0].compute_capability.startswith("8."):
+        pytest.skip("a warpgroup of Ampere does not hold as many sums")
+    return FORMS[form]
 
 
 def check_matmul(m, k, n, *, bias=True, dtype=jnp.bfloat16, occupancy=TILED, lead=(), backend="interpret"):
@@ -67,13 +78,65 @@ def test_matmul(mkn, how):
     check_matmul(*mkn, **how)
 
 
+# Ampere's form, step by step too.
+
+AMPERE = TracedDevice("gpu", "NVIDIA A100-SXM4-80GB", 108, smem_limit_bytes=163 * 1024, capability=8)
+WALKING = Occupancy(tile_m=64, tile_n=64, stages=2, reserved_sms=106)  # two blocks
+
+
+@needs_ampere_kernels
+@pytest.mark.parametrize(
+    ("mkn", "how"),
+    [
+        ((66, 70, 66), {"occupancy": TILED}),
+        wide((130, 200, 66), {"occupancy": WALKING}),
+        wide((384, 64, 128), {"occupancy": WALKING, "bias": False}),  # one step along k for each of several tiles
+        wide((130, 70, 66), {"occupancy": dataclasses.replace(TILED, smem_pad_bytes=2048)}),
+        wide((33, 70, 90), {"dtype": jnp.float16, "lead": (2,)}),
+        wide((200, 200, 200), {"occupancy": Occupancy()}),  # the tiles of the generation
+    ],
+    ids=str,
+)
+def test_matmul_on_ampere(mkn, how, monkeypatch):
+    refuse_hopper(monkeypatch)
+    with planned_for(AMPERE), late_copies() as count:
+        check_matmul(*mkn, **how)
+    assert count["copies"] >= 2 * count["waits"] - 1 > 0
+
+
+@needs_ampere_kernels
+def test_a_wait_for_too_few_copies_is_seen():
+    """The last step of a pipeline waits for all copies: with one less, a tile of an operand is not there."""
+    x, w = drawn(1, (64, 200), (200, 64))
+    with planned_for(AMPERE), late_copies(too_few=1):
+        y = js.kernels.matmul(x, w, occupancy=TILED, backend="interpret")
+    x64, w64 = exact(x, w)
+    assert not error(y, x64 @ w64) <= SINGLE
+
+
+def refuse_hopper(monkeypatch):
+    """Lets no test of Ampere's form pass by Hopper's."""
+    for form in ("tiled", "persistent"):
+        assert hasattr(ampere_product, form)
+        monkeypatch.delattr(hopper_product, form)
+
+
+@needs_ampere_kernels
+@pytest.mark.wide
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_mlp_on_ampere(activation, monkeypatch):
+    refuse_hopper(monkeypatch)
+    with planned_for(AMPERE), late_copies():
+        check_mlp(activation)
+
+
 @on_gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("mkn", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_matmul_on_a_gpu(form, mkn, dtype):
-    check_matmul(*mkn, dtype=dtype, occupancy=FORMS[form], backend="mosaic")
+    check_matmul(*mkn, dtype=dtype, occupancy=form_on_gpu(form), backend="mosaic")
 
 
 def test_more_tiles_than_blocks_visit_before_they_continue():
@@ -99,6 +162,10 @@ def test_mlp_errs_no_more_than_its_twin(activation):
     In the gradients there is one more for each product that the activation takes: they are kept in bfloat16, and the
     twin's in float32.
     """
+    check_mlp(activation)
+
+
+def check_mlp(activation):
     arrays, dy = mlp_arrays(activation, 66, 70, 130, 8)
     wanted, wanted_grads = exact_mlp(activation, arrays, dy)
 
@@ -119,7 +186,7 @@ def test_mlp_errs_no_more_than_its_twin(activation):
 def test_mlp_on_a_gpu(activation, form):
     """Several roundings to bfloat16 are one behind the other in it."""
     arrays, dy = mlp_arrays(activation, 1000, 300, 1100, 16)
-    y, grads = results("mlp", arrays, dy, activation=activation, occupancy=FORMS[form], backend="mosaic")
+    y, grads = results("mlp", arrays, dy, activation=activation, occupancy=form_on_gpu(form), backend="mosaic")
     wanted, wanted_grads = exact_mlp(activation, arrays, dy)
     assert too_far({"y": y}, {"y": wanted}, limit=2 * SINGLE) == {}
     assert too_far(grads, wanted_grads, limit=4 * SINGLE) == {}

@@ -207,6 +207,13 @@ LINES = {
     "command: a block that cannot be read": "occupancy --block 128,90",
     "command: a block that cannot run": "occupancy --gpu h200 --block 2048,90,0",
     "command: much at once": "occupancy --plot nowhere/a.png --footprint rings --kernel matmul --block 128,90,0",
+    "command: NCCL of an AMD GPU": "occupancy --gpu mi250x --nccl 2.30.7",
+    "command: kernels of an AMD GPU": "occupancy --gpu mi250x --kernel matmul",
+    "command: a plot of an AMD GPU": "occupancy --gpu mi300x --plot a.png",
+    "command: NVLS of an AMD GPU": "occupancy --gpu mi300x --footprint nvls",
+    "command: too many channels": "occupancy --gpu mi250x --ctas 64",
+    "command: a workgroup that cannot be read": "occupancy --gpu mi250x --block 256,64",
+    "command: a workgroup that cannot run": "occupancy --gpu mi250x --block 1024,256,0",
 }
 GOLDEN = GoldenTexts("occupancy_errors.txt", [*ERRORS, *LINES])
 

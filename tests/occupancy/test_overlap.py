@@ -20,8 +20,8 @@ from jshard.occupancy.products import by_shape, products_in, products_of
 from jshard.occupancy.step_times import PhaseTimes, best_reserve
 from jshard.occupancy.timings import Timing
 from tests.helpers import Config, abstract, loss_fn
-from tests.occupancy.on_h200 import H200 as H200_KIND
-from tests.occupancy.on_h200 import of, on
+from tests.occupancy.absent_gpu import H200 as H200_KIND
+from tests.occupancy.absent_gpu import of, on
 
 CONFIG = Config(layers=3, width=256, hidden=1024)
 HALF = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
@@ -170,15 +170,24 @@ def test_products_of_kernels_are_those_of_their_plain_forms(device):
 # Devices.
 
 
-@pytest.mark.parametrize(
-    ("device", "comm"), [("a100-80", True), ("b200", True), ("a40", True), ("v5p", False), (None, False)]
-)
+@pytest.mark.parametrize(("device", "comm"), [("b200", True), ("mi300x", False), ("v5p", False), (None, False)])
 def test_where_the_kernels_do_not_run_nothing_is_left(plan, device, comm):
     shaped = js.tune_overlap(plan, device=device)
     assert not any(knobs.reserved_sms or knobs.smem_pad_bytes for knobs in shaped.occupancy.values())
     assert (shaped.comm is not None) == comm
-    assert CHANNELS not in shaped.compiler_options and "not a Hopper GPU" in why(shaped, "mlp").why
+    assert CHANNELS not in shaped.compiler_options and "not a Hopper or Ampere GPU" in why(shaped, "mlp").why
     assert shaped.occupancy.keys() == {*PRODUCTS, *NORMS}
+
+
+@pytest.mark.parametrize("device", ["a100-80", "a40"])
+def test_on_ampere_as_much_is_left_as_on_hopper_if_jax_compiles_the_kernels(plan, device, monkeypatch):
+    monkeypatch.setattr("jshard._compat.COMPILES_FOR_AMPERE", True)
+    shaped = js.tune_overlap(plan, device=device, nccl="2.30.7")
+    assert {shaped.occupancy[name].reserved_sms for name in PRODUCTS} == {16}
+    monkeypatch.setattr("jshard._compat.COMPILES_FOR_AMPERE", False)
+    older = js.tune_overlap(plan, device=device, nccl="2.30.7")
+    assert not any(knobs.reserved_sms for knobs in older.occupancy.values())
+    assert "on Ampere GPUs the kernels need jax 0.12 or newer" in why(older, "mlp").why
 
 
 def test_nothing_is_left_where_nothing_is_sent():

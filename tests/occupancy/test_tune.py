@@ -16,6 +16,7 @@ from benchmarks.kernels.launches import launches
 from jshard import _processes, cli
 from jshard.cli import tune as tune_command
 from jshard.kernels import Occupancy
+from jshard.kernels.generation import AMPERE
 from jshard.occupancy import COPY_ENGINE, footprint, gpu, measured
 from jshard.occupancy.device import device_named
 from jshard.occupancy.gpu_bench import GpuBench, load, load_shape, program_of
@@ -25,7 +26,7 @@ from jshard.occupancy.timings import MOST_SLOWER, Timing, latency_of, quickest
 from jshard.occupancy.tune import TuneError, settings_for, tune
 from jshard.occupancy.tuning_bench import ModelBench, measure
 from tests.helpers import Config, abstract, loss_fn
-from tests.occupancy.on_h200 import lowered
+from tests.occupancy.absent_gpu import lowered
 from tests.wide import wide
 
 H200 = gpu("h200")
@@ -134,6 +135,20 @@ def test_settings_are_distinct_and_fit_the_product():
     assert any(one.reserved_sms == 16 for one in found) and any(one.smem_pad_bytes for one in found)
     small = settings_for(H200, RING, MatrixProduct(kernel="matmul", m=64, n=64, k=64, dtype="bfloat16"))
     assert all(one.tile_m <= 128 and one.tile_n == 64 for one in small) and len(small) < len(found)
+
+
+@pytest.mark.parametrize("name", ["a100", "a40"])
+def test_settings_of_ampere_are_of_its_own_forms_and_fit_the_gpu(name):
+    facts = gpu(name)
+    ring = footprint("ring", gpu=facts, version="2.30.7")
+    settings = settings_for(facts, ring, MatrixProduct(kernel="mlp", m=8192, n=4096, k=4096, dtype="bfloat16"))
+    assert {setting.reserved_sms for setting in settings if setting.persistent} == {0, 16}
+    assert any(setting.smem_pad_bytes for setting in settings)
+    for setting in settings:
+        operands = setting.stages * setting.tile_k * (setting.tile_m + setting.tile_n)
+        smem_bytes = 2 * (operands + setting.tile_m * setting.tile_n) + setting.smem_pad_bytes
+        assert smem_bytes < facts.smem_per_block_bytes
+        assert setting.tile_m * setting.tile_n <= AMPERE.most_sums
 
 
 class FakeBench:
@@ -301,7 +316,7 @@ def test_json_has_every_setting_of_the_gpu_that_is_named(capsys):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--gpu", "a100-80"], "There is nothing to tune for this GPU."),
+        (["--gpu", "b200"], "There is nothing to tune for this GPU."),
         (["--gpu", "h300"], "The device 'h300' is unknown."),
         (["--footprint", "circle"], "The footprint 'circle' is unknown."),
         (["--mesh", "fsdp=5"], "does not split"),
@@ -337,6 +352,9 @@ def test_measurements_are_of_the_very_kind_of_device_that_is_here(monkeypatch):
     assert device_named(None) == HERE
     running.device_kind = "NVIDIA H100 PCIe"  # fewer multiprocessors: of the model, nothing is known
     assert device_named(None).gpu is None and "are unknown" in device_named(None).why_unshaped
+    running.device_kind = "AMD Instinct MI300X"
+    assert device_named(None).facts is device_named("mi300x").facts  # its compiler options are found by them
+    assert "not a Hopper or Ampere GPU (AMD Instinct MI300X)" in device_named(None).why_unshaped
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
 from jshard.checkpoint import saving, storage
+from jshard.checkpoint.ownership import draft_of
 from jshard.checkpoint.packed import file_io
 from jshard.checkpoint.packed.host_snapshot import HostSnapshot
 from jshard.checkpoint.saving import SaveOperation
@@ -31,6 +32,7 @@ from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, f
 
 PROCESS, FOLDER = int(sys.argv[1]), Path(sys.argv[3])
 SHARED = [layout for layout in LAYOUTS if layout != "one device"]  # a process of two cannot use one device alone
+DRAFT = draft_of(FOLDER / "apart")
 DEADLINE_S = 4.0
 SLOW_S = 1.0
 
@@ -179,22 +181,34 @@ def apart():
     found["alone"] = same(checkpoint.restore(FOLDER / "local", like={"key": jax.random.key(0)})["key"], mine["key"])
     found["kept"] = kept("/local/")
 
-    save = lambda timeout_s=600, **others: reported(
-        lambda: checkpoint.save(FOLDER / "apart", {**state(1), **others}, timeout_s=timeout_s)
+    save = lambda timeout_s=600, form="packed", **others: reported(
+        lambda: checkpoint.save(FOLDER / "apart", {**state(1), **others}, timeout_s=timeout_s, format=form)
     )
     found["other values"] = save(key=jax.random.key(PROCESS))
     found["no data"] = save(f=print if PROCESS == 1 else 1)
     for process, owner, part in (
         (0, SaveOperation, "_prepare"),
         (1, HostSnapshot, "__init__"),
+        (1, saving, "write_files"),
+        (0, saving, "seal"),
+        (0, storage, "name_draft"),
         (1, storage, "save_async"),
     ):
         works = getattr(owner, part)
         if process == PROCESS:
             setattr(owner, part, fails)
-        found[part] = save(timeout_s=2 if owner is storage else 600)  # Orbax waits for it
+        is_in_orbax = part == "save_async"
+        found[part] = save(timeout_s=2, form="orbax") if is_in_orbax else save()  # Orbax waits for the other one
+        found[f"draft after {part}"] = DRAFT.exists()
         setattr(owner, part, works)
-    exchange("afterwards", "", timeout_s=800)  # one heard at once what the other one waited for
+    exchange("before one is too late", "", timeout_s=800)  # one heard at once what the other one waited for
+    seal = saving.seal
+    if PROCESS == 0:
+        saving.seal = lambda *args: (time.sleep(6), seal(*args))
+    found["too late"] = save(timeout_s=2)
+    found["named"] = (FOLDER / "apart").exists()
+    saving.seal = seal
+    exchange("afterwards", "", timeout_s=800)
     found["afterwards"] = save()
     found["equal"] = is_state(checkpoint.restore(FOLDER / "apart", like=state(0)), 1)
     found["kept"] += kept("/apart/")
@@ -205,7 +219,7 @@ def kept(part):
     """What the processes have left to one another at their meetings, once it has not gone for a while."""
     until, read = time.monotonic() + 200, coordinator().key_value_dir_get
     # The other one may be on its way out of the last meeting, and further on.
-    left = lambda: [key for key, _ in read("jshard/") if part in key and ("/given/" in key or "/read/" in key)]
+    left = lambda: [key for key, _ in read("jshard/") if part in key and "/failed/" not in key]
     while left() and time.monotonic() < until:
         time.sleep(0.01)
     return left()
@@ -237,24 +251,25 @@ def stall():
     patient_s, ckpt.timeout_s = ckpt.timeout_s, DEADLINE_S
     pids = exchange("pids", str(os.getpid()), timeout_s=800)
     found = []
-    write = storage.save_async
+    write = saving.write_files
 
     def stopped_in_the_middle(*args, **options):
-        wait = write(*args, **options)
+        written = write(*args, **options)
         os.kill(os.getpid(), signal.SIGSTOP)
-        return wait
+        time.sleep(0.5)  # a signal to the process stops the other threads a moment later
+        return written
 
     for step in (2, 3):
         if PROCESS == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         if PROCESS == 1 and step == 3:
-            storage.save_async = stopped_in_the_middle
+            saving.write_files = stopped_in_the_middle
         found.append(reported(lambda step=step: ckpt.save(step, state(step))))
         if PROCESS == 0:
             while Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 time.sleep(0.01)  # a signal that came before the stop would be lost
             os.kill(int(pids[1]), signal.SIGCONT)
-        storage.save_async = write
+        saving.write_files = write
         exchange(f"after {step}", "", timeout_s=800)
     ckpt.timeout_s = patient_s
     ckpt.save(4, state(4))  # what failed does not stand in the way

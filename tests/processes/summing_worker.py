@@ -1,6 +1,7 @@
 """One of two processes that accumulate over calls: python -m tests.processes.summing_worker PROCESS PORT.
 
-Prints the largest difference from the gradients of all rows in one batch, relative to the largest gradient.
+Prints the largest difference from the gradients of all rows in one batch, relative to the largest gradient. Then
+whether a step of one call communicates as planned, and the kinds of its collectives.
 """
 
 import sys
@@ -49,3 +50,9 @@ for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
     whole = multihost_utils.process_allgather(x, tiled=True)
     worst = max(worst, float(np.abs(whole - np.asarray(y)).max() / np.abs(y).max()))
 print(f"worst: {worst}", flush=True)
+
+# Over the processes, which the mesh above has copies in.
+across = js.fully_shard(build(), mesh=js.mesh(fsdp=8), placement=js.PlacementPolicy(min_size=1))
+lowered = nnx.jit(nnx.value_and_grad(square)).lower(across, ROWS[0]).lowered
+audit = js.audit(lowered, model=across)
+print(f"as planned: {audit.ok} {sorted({row.kind for row in audit.rows})}", flush=True)

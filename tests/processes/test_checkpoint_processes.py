@@ -119,11 +119,19 @@ def what_fails_in_one_process(folder):
         assert "  where: key  on process 0 and process 1\n" in found["other values"]["text"]
         assert "1 leaf is not data.\n  where: f  a builtin_function" in found["no data"]["text"]
         assert {found[name]["type"] for name in ("other values", "no data")} == {"CheckpointError"}
-        for name in ("_prepare", "__init__", "save_async"):
+        at_once = ("_prepare", "__init__", "write_files", "seal", "name_draft")
+        for name in (*at_once, "save_async"):
             assert found[name]["type"] == "RunError"
             assert "ValueError: not foreseen" in found[name]["text"] or (process, name) == (0, "save_async")
-        at_once = ("other values", "no data", "_prepare", "__init__")
-        assert "waited" not in "".join(found[name]["text"] for name in at_once)
+        for name in ("other values", "no data", *at_once):
+            assert "waited" not in found[name]["text"]
+        # One process has reported a failure, and continues: the checkpoint must not appear afterwards.
+        assert not found["named"]
+    late, gave_up = (read(folder, "apart", process)["too late"]["text"] for process in range(2))
+    assert "it came when they no longer waited" in late and "waited 2 s for them: complete" in gave_up
+    # No process has written: nothing stays, of which the next save would say that it was interrupted.
+    first = read(folder, "apart", 0)
+    assert not first["draft after _prepare"] and not first["draft after __init__"]
 
 
 def a_process_that_is_slow(folder):
@@ -143,6 +151,8 @@ def a_process_that_is_stopped(folder):
         assert f"of step {step} " in error["text"]
     assert "thread MainThread:" in (folder / "stderr-0").read_text()
     assert found["steps"] == [1, 4] and found["equal"] and read(folder, "stall", 1)["equal"]
+    # The one that was stopped in the middle learns at once that the others no longer wait.
+    assert "it came when they no longer waited" in read(folder, "stall", 1)["errors"][1]["text"]
 
 
 def assert_good(folder):

@@ -210,7 +210,7 @@ def test_timeouts_are_positive(value, bad):
 
 
 def test_gpus_are_shared_out(monkeypatch):
-    monkeypatch.setattr(gpu_share, "_has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(gpu_share, "has_plugin", lambda name: name == "xla_cuda")
 
     def ids(environ):
         start = {"kind": "local", "coordinator": "a:1", "num_processes": 2, "process_id": 1, "variables": {}}

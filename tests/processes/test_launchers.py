@@ -198,7 +198,7 @@ def test_the_first_node_is_that_of_scontrol(tmp_path):
     ],
 )
 def test_the_process_of_a_launcher_takes_its_share_of_the_gpus(monkeypatch, place, gpus, ids):
-    monkeypatch.setattr(gpu_share, "_has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(gpu_share, "has_plugin", lambda name: name == "xla_cuda")
     cluster = launch.Cluster(kind="slurm", coordinator="a:1", num_processes=8, process_id=1, variables={}, **place)
     found = gpu_share.device_ids_of(cluster, {"CUDA_VISIBLE_DEVICES": gpus})
     assert found == ({} if ids is None else {"JAX_LOCAL_DEVICE_IDS": ids})

@@ -84,11 +84,19 @@ def test_one_ctrl_c_ends_a_run_that_compiles():
     assert said.endswith("continue it with: jshard train gpt --resume\n")
 
 
-def test_a_second_signal_ends_a_step_with_a_line():
-    process = start(RUN.format(phase="in a step").replace("BUSY", BUSY))
+def test_a_run_that_hears_it_while_it_prepares_does_not_promise_to_save():
+    process = start(RUN.format(phase="starting").replace("BUSY", IDLE))
+    code, said = ended(process, signal.SIGINT)
+    assert code == 130
+    assert said.startswith("\nSIGINT while starting: nothing is trained yet, and the run ends at once.\n")
+
+
+@pytest.mark.parametrize("work", [BUSY, IDLE], ids=["native", "Python"])
+def test_a_second_signal_ends_a_step_with_a_line_on_what_remains(work):
+    process = start(RUN.format(phase="in a step").replace("BUSY", work))
     code, said = ended(process, signal.SIGTERM, signal.SIGTERM)
-    assert code == 143
-    assert said.endswith("SIGTERM again: the run ends now, unsaved.\n")
+    assert code in (143, -signal.SIGTERM)
+    assert said.endswith("SIGTERM again: the run ends now, unsaved.\nnothing is saved\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

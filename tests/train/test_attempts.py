@@ -83,6 +83,8 @@ def test_a_pause_after_a_requested_stop_is_no_lost_time(run, on_request, value):
     assert attempts_module.ettr(attempts) == pytest.approx(value)
     line = attempts_module.describe_attempts(attempts)
     assert ("; 16:40 between stops on request and the next start are not counted" in line) == on_request, line
+    assert attempts_module.describe_losses(attempts) == (None if on_request else line)
+    assert attempts_module.describe_losses(attempts[:1]) is None
 
 
 def test_a_checkpoint_before_the_last_attempt_takes_back_from_the_one_before(run):

@@ -147,12 +147,13 @@ def test_what_is_no_plan_is_refused(folder, capsys):
 
 
 @pytest.mark.wide
-def test_two_processes_stop_together(folder):
+@pytest.mark.parametrize("name", ["cpu.json", "gpu.json"])
+def test_two_processes_stop_together(folder, name):
     command = [sys.executable, "-m", "jshard", *ARGUMENTS, "--processes", "2", "--mesh", "fsdp=8"]
     environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    done = subprocess.run([*command, "--expect", "gpu.json"], env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "as in gpu.json, within" in done.stdout, done.stderr
-    again = [*command, "--unit", "reshard_after_forward=false", "--expect", "gpu.json"]
+    done = subprocess.run([*command, "--expect", name], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and f"as in {name}, within" in done.stdout, done.stderr
+    again = [*command, "--unit", "reshard_after_forward=false", "--expect", name]
     again[again.index("run")] = "other"
     done = subprocess.run(again, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "not the one that was planned" in done.stderr

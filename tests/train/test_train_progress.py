@@ -57,12 +57,14 @@ def columns(monkeypatch):
 SCALARS = {
     "loss": 2.34561,
     "grad_norm": 0.5,
+    "learning_rate": 3e-4,
     "tokens_per_s": 31234.2,
     "step_s": 0.131,
     "mfu": 0.2312,
     "peak_bytes": 11_744_051,
 }
-LINE = "step 120/500  loss 2.3456  31,234 tokens/s  131 ms/step  ETA 0:50  MFU 23.1%  peak 11.20 MiB/device"
+LINE = "step 120/500  loss 2.3456  31,234 tokens/s  131 ms/step  ETA 0:50  MFU 23.1%  grad 0.500  lr 3.0e-04  peak"
+LINE += " 11.20 MiB/device"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,9 @@ LINE = "step 120/500  loss 2.3456  31,234 tokens/s  131 ms/step  ETA 0:50  MFU 2
         ({"step_s": 3600.0}, "3600 s/step  ETA 4d 00:00:00"),
         ({"loss": float("nan")}, "loss nan"),
         ({"mfu": 0.004}, "MFU 0.4%"),
+        ({"grad_norm": 12.345, "learning_rate": 0.0}, "grad 12.3  lr 0"),
+        ({"grad_norm": 1e-4}, "grad 1.0e-04"),
+        ({"grad_norm": 0.0}, "grad 0"),
         ({"peak_bytes": 11_744_051}, "peak 11.20 MiB/device (compiled)"),
     ],
 )

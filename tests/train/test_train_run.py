@@ -145,7 +145,7 @@ def test_a_warmup_that_is_longer_than_the_run_is_said(data, tmp_path):
         recipe,
         RunOptions(mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0, say=lines.append),
     )
-    assert lines[0].startswith("warmup_steps=9: the learning rate rises over all 2 steps")
+    assert lines[0].startswith("warmup_steps=9: the learning rate rises over all 2 steps; --set warmup_steps=1 ")
 
 
 def test_the_sample_in_the_end_has_a_deadline(whole, data, tmp_path, monkeypatch):

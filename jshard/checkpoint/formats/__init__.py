@@ -1,11 +1,11 @@
 """Checkpoints of other libraries: read box by box like jshard's, and written for other libraries.
 
-Example:
-    source = foreign_source("gpt2/")                          # safetensors; a folder of PyTorch's DCP, of ZeRO-3
-    source = NamedSource(source, gpt.hf_names(config))        # under jshard's names
-    rows = source.read("tokens/embedding", (slice(0, 8), slice(None)))
+Examples:
+    >>> source = foreign_source("gpt2/")                          # safetensors; a folder of PyTorch's DCP, of ZeRO-3
+    >>> source = NamedSource(source, gpt.hf_names(config))        # under jshard's names
+    >>> rows = source.read("tokens/embedding", (slice(0, 8), slice(None)))
 
-    write_safetensors("out/", ForeignSource(ours, gpt.hf_names(config)))
+    >>> write_safetensors("out/", ForeignSource(ours, gpt.hf_names(config)))
 """
 
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource

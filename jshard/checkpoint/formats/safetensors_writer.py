@@ -25,18 +25,19 @@ def write_safetensors(
     *,
     max_shard_bytes: float = 5e9,
     beside: Mapping[str, str] = types.MappingProxyType({}),
+    stem: str = "model",
     on_written: Callable[[int], object] = lambda num_bytes: None,
 ) -> list[Path]:
     """Writes arrays as `model.safetensors` or, if they do not fit in one file, as several files with an index.
 
     One array is in memory at a time; one larger than the file size gets its own file. Existing files are never
-    replaced. `beside` has the texts of further files, by name.
+    replaced. `beside` has the texts of further files, by name. `stem` is another name for "model", as adapters have.
     """
     folder = expanded(folder).absolute()
-    files = _files_in_the_way(folder, beside)
+    files = _files_in_the_way(folder, stem, beside)
     check_export("safetensors", files, source, list(source.leaves), _DTYPE_NAMES)
     shards = _shards(source.leaves, max_shard_bytes)
-    shard_names = _shard_names(len(shards))
+    shard_names = _shard_names(stem, len(shards))
     texts = dict(beside)
     if len(shards) > 1:
         # A reader takes the index as the checkpoint: it comes after the files that it names.
@@ -53,10 +54,10 @@ def write_safetensors(
     return [folder / name for name in names]
 
 
-def _files_in_the_way(folder: Path, beside: Iterable[str]) -> list[Path]:
+def _files_in_the_way(folder: Path, stem: str, beside: Iterable[str]) -> list[Path]:
     """Returns the files that may not exist: those of a safetensors checkpoint, and these further ones."""
     # Also of other names: older shards beside new ones would make another checkpoint of both.
-    files = [*folder.glob("model*" + SUFFIX), *folder.glob(INDEX)]
+    files = [*folder.glob(f"{stem}*{SUFFIX}"), *folder.glob(INDEX)]
     for name in beside:
         files.append(folder / name)
     return sorted(files)
@@ -83,12 +84,12 @@ def _shards(leaves: Mapping[str, StoredLeaf], max_shard_bytes: float) -> list[li
     return shards
 
 
-def _shard_names(count: int) -> list[str]:
+def _shard_names(stem: str, count: int) -> list[str]:
     if count == 1:
-        return ["model" + SUFFIX]
+        return [stem + SUFFIX]
     names = []
     for number in range(1, count + 1):
-        names.append(f"model-{number:05}-of-{count:05}{SUFFIX}")
+        names.append(f"{stem}-{number:05}-of-{count:05}{SUFFIX}")
     return names
 
 

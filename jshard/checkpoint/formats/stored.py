@@ -31,7 +31,7 @@ class Stored:
         CheckpointError: `dims` is not an order of dims.
         ValueError: arguments that exclude each other.
 
-    Example:
+    Examples:
         >>> Stored("lm_head.weight", transpose=True)
         >>> Stored("conv1.weight", dims=(2, 3, 1, 0))  # (64, 3, 7, 7) there, (7, 7, 3, 64) here
         >>> Stored("h.0.attn.c_attn.weight", parts=3)  # (768, 2304) there, (768, 3, 768) here

@@ -39,7 +39,7 @@ class Keep:
     Raises:
         CheckpointError: a count is invalid.
 
-    Example:
+    Examples:
         >>> js.checkpoint.Checkpointer("run", keep=js.checkpoint.Keep(last=2, every=10_000, best=1))
     """
 
@@ -115,7 +115,7 @@ class Checkpointer:
     Raises:
         CheckpointError: `keep` is less than one, or another argument is invalid.
 
-    Example:
+    Examples:
         >>> with js.checkpoint.Checkpointer("run/checkpoints", keep=3, every=100) as checkpoints:
         ...     if checkpoints.should_save(step):
         ...         checkpoints.save_async(step, {"model": model, "optimizer": optimizer, "step": step})

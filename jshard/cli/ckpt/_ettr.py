@@ -9,37 +9,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jshard._text import duration
+from jshard.checkpoint.series.ettr import FORMULA, ettr
 from jshard.checkpoint.series.timeline import Timeline
 from jshard.inspect.tables import FittedTable, add_row, made_table
-
-_FORMULA = "ETTR = I / (I + B) * (1 - (L + S + (I + B) / 2) / M)"
-
-
-def ettr(*, interval_s: float, stall_s: float, save_s: float, load_s: float, mtbf_s: float) -> float:
-    """Returns the effective training time ratio: the share of a run's time that makes progress which stays; at least 0.
-
-    In every interval, I seconds train and B are blocked by the save. A failure, every M seconds on average, costs the
-    load L, the work since the last save (half of I + B on average, as it may come at any time), and the time S in
-    which that save was not yet complete: until then the previous one is used. The job's start after a failure is not
-    included; add it to `load_s` if you know it.
-
-    Args:
-        interval_s: I, training between two saves.
-        stall_s: B, how long a save blocks the step.
-        save_s: S, from the start of a save until it is complete.
-        load_s: L, a restore.
-        mtbf_s: M, time between failures of the whole job.
-
-    Example:
-        >>> round(ettr(interval_s=600, stall_s=0.5, save_s=40, load_s=130, mtbf_s=3 * 3600), 3)
-        0.956
-    """
-    # One interval, with the save that ends it.
-    period_s = interval_s + stall_s
-    if period_s <= 0:
-        return 0.0
-    lost_s = load_s + save_s + period_s / 2
-    return max(0.0, interval_s / period_s * (1 - lost_s / mtbf_s))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +103,7 @@ class SavingCosts:
         load = f"L = {duration(times.load_s)} load ({load_from})"
         mtbf = f"M = {duration(times.mtbf_s)} between failures (assumed, --mtbf)"
         return [
-            f"{_FORMULA} = {ettr(**dataclasses.asdict(times)):.4f}",
+            f"{FORMULA} = {ettr(**dataclasses.asdict(times)):.4f}",
             f"  {interval}, {stall}, {save},",
             f"  {load}, {mtbf}; medians",
         ]
@@ -141,7 +113,7 @@ class SavingCosts:
         if self.ettr_times is None:
             return None
         times = dataclasses.asdict(self.ettr_times)
-        return {"value": ettr(**times), "formula": _FORMULA, **times}
+        return {"value": ettr(**times), "formula": FORMULA, **times}
 
 
 def _completed(history: Sequence[Timeline], kind: Literal["save", "restore"]) -> list[Timeline]:

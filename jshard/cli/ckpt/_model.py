@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +28,8 @@ from jshard.cli.ckpt._leaf_tree import num_bytes_of
 from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 from jshard.recipes.building import abstract_state
+from jshard.recipes.hf_config import ADAPTER
+from jshard.recipes.lora import adapter_config, lora_of
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
@@ -110,6 +112,16 @@ class Model:
             if isinstance(sharding, NamedSharding) and path not in padded:
                 specs[path] = sharding.spec
         return specs
+
+
+def adapter_files(model: Model, arrays: Collection[str]) -> dict[str, str]:
+    """Returns the texts of the files that PEFT needs beside arrays with its names, by name."""
+    base = "" if model.run is None else str(model.run.options.get("init_from") or "")
+    their_config = model.file.config_elsewhere(model.recipe.model) or {}
+    lora = lora_of(model.recipe.model)
+    config = adapter_config(lora, arrays, base=base, model_type=their_config.get("model_type"))
+    tokenizer = {} if model.run is None else model.run.tokenizer_texts()
+    return {ADAPTER: as_json(config) + "\n", **tokenizer}
 
 
 def other_model(

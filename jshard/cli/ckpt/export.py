@@ -22,10 +22,12 @@ from jshard.cli._output import remark
 from jshard.cli._stored import StoredRun
 from jshard.cli.ckpt import as_json, progress
 from jshard.cli.ckpt._leaf_tree import num_bytes_of
-from jshard.cli.ckpt._model import Model, ModelArgs, other_model
+from jshard.cli.ckpt._merged import Merged
+from jshard.cli.ckpt._model import Model, ModelArgs, adapter_files, other_model
 from jshard.errors import RunError, ShardingError
 from jshard.inspect.tables import show
 from jshard.recipes.building import AVERAGES, check_has_average
+from jshard.recipes.lora import LoRA, adapter_names, lora_of
 from jshard.train.run_folder import RunFolder
 from jshard.train.trust import UntrustedError
 
@@ -44,8 +46,11 @@ class ExportArgs(ModelArgs):
     out: tyro.conf.Positional[Path]
     """Folder to write into: model.safetensors, or several files with an index; or a checkpoint for
     torch.distributed.checkpoint.load."""
-    format: Literal["safetensors", "dcp"] = "safetensors"
-    """Format of the files. In dcp, names have dots between the keys, and numbers and strings are also written."""
+    format: Literal["safetensors", "dcp", "peft"] = "safetensors"
+    """Format of the files. In dcp, names have dots between the keys, and numbers and strings are also written. In peft
+    these are the adapters of a run alone, with their adapter_config.json."""
+    merge: bool = False
+    """Add the adapters of a run to its weights, which are then those of a model without adapters."""
     part: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = "model"
     """The part of the state: a prefix of the paths, which is removed from the names."""
     weights: Weights = "model"
@@ -86,10 +91,10 @@ def run(argv: Sequence[str]) -> int:
         _check_good(checkpoint)
     source: ArraySource  # reads arrays when they are written: they need not fit into memory together
     if model is None:
+        _check_has_model(args)
         source = part_of(checkpoint, args.part, preferred=preferred)
     else:
-        names = model.names()
-        source = _named(part_of(checkpoint, args.part, names=names, preferred=preferred), names, args)
+        source = _renamed(checkpoint, model, args, preferred)
     num_bytes = num_bytes_of(source.leaves.values())
     with progress("export", num_bytes) as note_written:
         files = _write(args, source, checkpoint, model, note_written)
@@ -110,6 +115,12 @@ def _write(
 ) -> Sequence[Path]:
     """Writes the files, and returns their paths."""
     out = local_path(args.out)
+    if args.format == "peft":
+        assert model is not None  # it has named the arrays
+        beside = adapter_files(model, source.leaves)
+        # PEFT reads one file.
+        one_file = {"max_shard_bytes": float("inf"), "stem": "adapter_model"}
+        return write_safetensors(out, source, beside=beside, on_written=on_written, **one_file)
     if args.format == "dcp":
         # Another library's names are those of arrays: numbers and strings have none.
         values = _values_of_part(checkpoint, args.part) if model is None else {}
@@ -121,6 +132,68 @@ def _write(
         beside={} if model is None else model.companion_files(),
         on_written=on_written,
     )
+
+
+def _renamed(checkpoint: Opened, model: Model, args: ExportArgs, preferred: str | None) -> ForeignSource:
+    """Returns the arrays of a model under another library's names; of one with adapters, these or the sums."""
+    names = model.names()
+    lora = lora_of(model.recipe.model)
+    _check_adapters(args, lora)
+    if not lora.rank:
+        part = part_of(checkpoint, args.part, names=names, preferred=preferred)
+        _check_all(part, names, args)
+        return ForeignSource(part, names)
+    adapters = adapter_names(names, _paths_in(checkpoint, args.part))
+    if args.format == "peft":
+        return ForeignSource(part_of(checkpoint, args.part, names=adapters, preferred=preferred), adapters)
+    part = part_of(checkpoint, args.part, names=[*names, *adapters], preferred=preferred)
+    _check_all(part, names, args)
+    return ForeignSource(Merged(part, lora.scale), names)
+
+
+def _paths_in(checkpoint: Opened, part: str) -> set[str]:
+    """Returns the paths of the arrays below a path, relative to it."""
+    prefix = f"{part.strip('/')}/" if part else ""
+    return {path.removeprefix(prefix) for path in checkpoint.arrays if path.startswith(prefix)}
+
+
+def _check_has_model(args: ExportArgs) -> None:
+    """Checks that adapters are not asked for where nothing says what they are."""
+    if args.format == "peft" or args.merge:
+        option = "--merge" if args.merge else "--format peft"
+        raise ShardingError(
+            "Adapters need the model.",
+            where=f"{option} {args.path}",
+            why="the path is of no run, or keeps its own names; the model's file says which layers have adapters.",
+            do=f"jshard ckpt export RUN {args.out} {option}  # the folder of the run; without --own-names",
+        )
+
+
+def _check_adapters(args: ExportArgs, lora: LoRA) -> None:
+    """Checks that what is asked for fits a run with adapters, or without."""
+    wants_adapters = args.format == "peft"
+    if wants_adapters and args.merge:
+        raise ShardingError(
+            "Merged weights have no adapters.",
+            where="--format peft --merge",
+            why="--merge adds the adapters to the weights, and --format peft writes them by themselves.",
+            do="leave out one of them.",
+        )
+    if lora.rank and not (wants_adapters or args.merge):
+        raise ShardingError(
+            "The run has adapters.",
+            where=f"{args.path}: model.lora.rank={lora.rank}",
+            why="its weights alone are those of the model that it began with.",
+            do=f"jshard ckpt export {args.path} {args.out} --merge  # the sums, as a whole model\n"
+            f"jshard ckpt export {args.path} {args.out} --format peft  # the adapters alone",
+        )
+    if not lora.rank and (wants_adapters or args.merge):
+        raise ShardingError(
+            "The run has no adapters.",
+            where=f"{args.path}: model.lora.rank=0",
+            why="all of its parameters were trained.",
+            do=f"jshard ckpt export {args.path} {args.out}",
+        )
 
 
 def _check_average(args: ExportArgs) -> None:
@@ -154,6 +227,29 @@ def _model(args: ExportArgs, argv: Sequence[str]) -> Model | None:
 
     None if the arrays keep their names, also where the model of the run defines no others.
     """
+    _check_names(args)
+    run_folder = _run_of(args.path)
+    if run_folder is None or args.names_recipe():
+        return args.requested_model()
+    # Of another part, or in another format, other names must be requested by --model.
+    has_other_names = args.part == "model" and args.format in ("safetensors", "peft")
+    takes_names_of_run = args.model is not None or has_other_names
+    if args.own_names or not takes_names_of_run:
+        return None
+    # Without names there are no adapters to write, and nothing to add.
+    needs_names = args.model is not None or args.format == "peft" or args.merge
+    try:
+        return _model_of_run(run_folder, args, argv)
+    except UntrustedError:
+        raise
+    except ShardingError as error:
+        if needs_names:
+            raise
+        remark(f"under the names that the model has here: {error.why}")
+        return None
+
+
+def _check_names(args: ExportArgs) -> None:
     if args.own_names and args.names_model():
         raise ShardingError(
             "Two kinds of names are asked for.",
@@ -161,22 +257,6 @@ def _model(args: ExportArgs, argv: Sequence[str]) -> Model | None:
             why="a model file gives the arrays the names that others have for them.",
             do="leave out --own-names; or --model, --recipe and --set.",
         )
-    run_folder = _run_of(args.path)
-    if run_folder is None or args.names_recipe():
-        return args.requested_model()
-    # Of another part, or in another format, other names must be requested by --model.
-    has_other_names = (args.format, args.part) == ("safetensors", "model")
-    if args.own_names or (args.model is None and not has_other_names):
-        return None
-    try:
-        return _model_of_run(run_folder, args, argv)
-    except UntrustedError:
-        raise
-    except ShardingError as error:
-        if args.model is not None:
-            raise
-        remark(f"under the names that the model has here: {error.why}")
-        return None
 
 
 def _run_of(path: Path) -> Path | None:
@@ -196,8 +276,8 @@ def _model_of_run(folder: Path, args: ExportArgs, argv: Sequence[str]) -> Model:
     return model
 
 
-def _named(part: Part, names: Names, args: ExportArgs) -> ForeignSource:
-    """Returns the arrays under another library's names, after checks that these are all."""
+def _check_all(part: Part, names: Names, args: ExportArgs) -> None:
+    """Checks that the arrays are all that the model has, and nothing else is left."""
     prefix = f"{args.part}/" if args.part else ""
     missing = [f"{prefix}{path}" for path in names if path not in part.leaves]
     if missing:
@@ -212,7 +292,6 @@ def _named(part: Part, names: Names, args: ExportArgs) -> ForeignSource:
             lines=part.left_over,
             extra=";\n--extra ignore  # leaves out what would not be written",
         )
-    return ForeignSource(part, names)
 
 
 def _check_good(checkpoint: Opened) -> None:

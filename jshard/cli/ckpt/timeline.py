@@ -22,7 +22,8 @@ from jshard.cli.ckpt import as_json
 from jshard.cli.ckpt._ettr import SavingCosts
 from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table, show
-from jshard.inspect.timelines import Bar, chrome_trace, html_page, write_png
+from jshard.inspect.timeline_page import Card, Panel, Section, html_page
+from jshard.inspect.timelines import Bar, chrome_trace, write_png
 
 _MIB = 1 << 20
 _PICTURES = (".png", ".html", ".json")
@@ -119,7 +120,7 @@ def _draw(report: _Report, path: Path) -> None:
         write_png(path, f"{report.title}\n{report.verdict}", report.bars)
         remark(f"written: {path}")
     elif path.suffix == ".html":
-        write(path, html_page(report.title, report.verdict, report.bars, str(report)))
+        write(path, html_page(report.title, report.verdict, [report.section], str(report)))
     else:
         write(path, chrome_trace(report.bars))
 
@@ -167,6 +168,19 @@ class _Report(Printed):
         ratio = f"{slow.time_s / slow.median_s:.1f} times " if slow.median_s > 0 else ""
         peers = "that of the other" if len(rows) == 2 else "the median of the others"
         return f"{process}: {slow.phase} took {duration(slow.time_s)}, {ratio}{peers}, {duration(slow.median_s)}"
+
+    @property
+    def section(self) -> Section:
+        """The same for a page."""
+        shown = self.shown
+        cards = (
+            Card(shown.kind, duration(shown.total_s), "measured"),
+            Card("written" if shown.kind == "save" else "read", human_bytes(shown.num_bytes, 1)),
+            Card("processes", str(len(shown.rows))),
+        )
+        note = f"0 to {duration(shown.total_s)}: from the begin of the first process to the end of the last"
+        panel = Panel(f"The whole {shown.kind} of step {shown.step}", note, tuple(self.bars))
+        return Section(cards, (panel,))
 
     def __rich__(self) -> Group:
         parts: list[Text | FittedTable] = [Text(self.title, style="bold"), Text(self.verdict)]

@@ -114,7 +114,7 @@ def find_carry_states(
 # ---- values that cross into another trace
 
 
-def _crossing_arrays(values: Sequence[Value]) -> list[jax.Array]:
+def crossing_arrays(values: Sequence[Value]) -> list[jax.Array]:
     """Returns the arrays that cross. What is known without data has none, and a scalar in its place."""
     return [jnp.zeros(()) if v.is_data_free else v.x for v in values]
 
@@ -269,7 +269,7 @@ class Scan:
                     carried = self.carried(new_carry, states)
                 return carried, [v.x for v in stacked if v not in positions]
 
-        program = jax.make_jaxpr(step)(_crossing_arrays(self.shared), start, row_types)
+        program = jax.make_jaxpr(step)(crossing_arrays(self.shared), start, row_types)
         return TracedIteration(states, list(states_after), start, program)
 
     def carried(self, carry: Sequence[Value], states: Sequence[State]) -> list[jax.Array]:
@@ -306,7 +306,7 @@ class Scan:
         """Runs the loop in its traced form."""
         iterate = jaxpr_as_fun(self.traced)
         # From outside of the loop, as constants of the new body: what is the same in all iterations is no carry.
-        shared = _crossing_arrays(self.shared)
+        shared = crossing_arrays(self.shared)
 
         def step(carry_xs: list[jax.Array], row_xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = iterate(*shared, *carry_xs, *row_xs)
@@ -451,7 +451,7 @@ def cond(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     # With a split index each shard would run another branch, and collectives inside would wait for shards elsewhere.
     index = p.whole(operands[0])
     operands = for_inner_trace_all(p, operands[1:])
-    arrays = _crossing_arrays(operands)
+    arrays = crossing_arrays(operands)
     branches = eqn.params["branches"]
 
     def run_branch(branch: ClosedJaxpr, *xs: jax.Array) -> list[Value]:

@@ -13,6 +13,8 @@ Modules, from the bottom up:
 from jshard.inspect.communication.attribution import gathered_anyway as gathered_anyway
 from jshard.inspect.communication.attribution import split_by_plan as split_by_plan
 from jshard.inspect.communication.attribution import without_mixing as without_mixing
+from jshard.inspect.communication.comparison import CPU as CPU
+from jshard.inspect.communication.comparison import TPU as TPU
 from jshard.inspect.communication.comparison import Difference as Difference
 from jshard.inspect.communication.comparison import differences as differences
 from jshard.inspect.communication.comparison import hlo_dtype as hlo_dtype

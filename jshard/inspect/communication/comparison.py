@@ -18,7 +18,7 @@ from jshard.inspect.communication.joined_gathers import JoinedGathers
 from jshard.inspect.communication.of_parameter import BACKWARD, FORWARD, GRADIENTS
 from jshard.inspect.communication.planned import CollectiveKind, in_mesh_order, traffic_of
 from jshard.inspect.hlo import Window
-from jshard.inspect.hlo.collectives import KINDS, ring_bytes
+from jshard.inspect.hlo.collectives import KINDS, group_along, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
 from jshard.plans.mesh import CONTEXT, FSDP, INNER_AXES, REGION_AXES
 from jshard.plans.plan import ShardPlan
@@ -36,10 +36,17 @@ Second gathers that backward does not need (most biases), and scalars are below 
 # Smaller all-reduces are the model's own, such as BatchNorm statistics: they only cost the time to start one.
 _MODELS_OWN_ELEMENTS = 16 * 2**10
 
+CPU = "cpu"
+TPU = "tpu"
+
 _JOINED = "XLA:CPU gathers once for forward and backward; a compiler for GPUs keeps both gathers"
 _WIDENED = "XLA:CPU sends narrower floats as f32"
 _SENT_BY_CPU = {"f32": r"b?f(8e\w+|16)", "f16": r"f(4|8)e\w+", "s8": "[su][24]", "u8": "u[24]"}
 """Dtypes that XLA:CPU sends instead of narrower ones, with patterns of those."""
+
+_AS_ALL_REDUCE = "the TPU compiler has no {} for these groups or shapes"
+_NARROWED = "the TPU compiler casts before it gathers"
+_PERMUTED = "the TPU compiler permutes the parts of an all-reduce in the place of a reduce-scatter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +58,25 @@ class Difference:
     compiled: str | None  # the kind that the program has instead, or more of; None if it only has less
     axes: tuple[str, ...]  # the mesh axes
     units: tuple[str, ...] = ()  # of the compiled collectives, as far as the program names them
-    by_cpu: str = ""  # why only XLA:CPU compiles this way; empty if other compilers would, too
+    by_compiler: str = ""  # why the compiler of the platform compiles this way; empty if it need not
 
     def __str__(self) -> str:
-        return f"{self.words} ({self.by_cpu})" if self.by_cpu else self.words
+        return f"{self.words} ({self.by_compiler})" if self.by_compiler else self.words
 
 
 def differences(
-    windows: Iterable[Window], plan: ShardPlan, *, accumulate: int = 1, sync: str = "each", on_cpu: bool = False
+    windows: Iterable[Window],
+    plan: ShardPlan,
+    *,
+    accumulate: int = 1,
+    sync: str = "each",
+    platform: str = "",
+    num_slices: int = 1,
 ) -> tuple[Difference, ...]:
     """Compares the collectives of a program with those of its plan.
+
+    On several TPU slices, a collective in two stages, within slices and between them, counts as one. The compilers of
+    some platforms, `CPU` and `TPU`, are known to compile otherwise than written.
 
     Counted in elements, because a compiler may widen a dtype; that is a separate difference. Collectives over `tensor`,
     the exchanges with experts and in attention, and those of lines that mix examples are the model's own, and not
@@ -68,14 +84,17 @@ def differences(
     either, unless they contain whole parameters of such a unit, or gradients.
     """
     without, mixing = without_mixing(windows)
-    of_plan, of_model = split_by_plan(_over_data(without), plan)
-    comparison = _Comparison(of_plan, plan, _amounts(of_plan, plan, accumulate, sync), on_cpu)
+    over_data = _over_data(without)
+    if num_slices > 1:
+        over_data = _without_stages(over_data, plan, num_slices)
+    of_plan, of_model = split_by_plan(over_data, plan)
+    comparison = _Comparison(of_plan, plan, _amounts(of_plan, plan, accumulate, sync), platform)
     missing = comparison.missing()
     extra = comparison.extra()
 
     joined_kinds: list[CollectiveKind] = []
     of_no_parameter: list[CollectivePart] = []
-    if on_cpu:
+    if platform == CPU:
         num_gathers = accumulate if sync == "each" else 1
         for kind in _kinds_of_gathers(plan):
             if kind in extra:
@@ -91,16 +110,18 @@ def differences(
             joined_kinds.append(kind)
 
     # Joined gathers are no longer in `missing`: no other collective has replaced those.
-    replacements, left_over = _pair(missing, extra)
     tolerated = comparison.tolerated_elements
+    replacements, left_over = _pair(missing, extra, tolerated)
+    permuted = comparison.permuted(replacements, left_over)
     return (
         *map(comparison.replaced, replacements),
-        *comparison.less_or_more(left_over),
-        *comparison.less_or_more(joined_kinds, by_cpu=_JOINED),
+        *comparison.less_or_more(left_over - permuted),
+        *comparison.less_or_more(permuted, by_compiler=_PERMUTED),
+        *comparison.less_or_more(joined_kinds, by_compiler=_JOINED),
         *comparison.other_dtypes(extra),
         *_large_parts(of_no_parameter, "no parameter", tolerated),
         *_large_parts(gathered_anyway(of_model, plan), "parameters that are never gathered", tolerated),
-        *_larger_than_requested(mixing, on_cpu),
+        *_larger_than_requested(mixing, platform),
     )
 
 
@@ -133,6 +154,34 @@ def _kinds_of_gathers(plan: ShardPlan) -> list[CollectiveKind]:
             axes = in_mesh_order(placement.axes, dict(plan.mesh))
             kinds.add(CollectiveKind("all-gather", axes, placement.degree))
     return sorted(kinds)
+
+
+# ---- several TPU slices
+
+
+def _without_stages(windows: Iterable[Window], plan: ShardPlan, num_slices: int) -> list[Window]:
+    """Returns collectives with those in two stages as one: the stage within a slice, as if over all slices.
+
+    That stage has the whole array: a gather gathers within a slice last, and a reduction reduces there first. The stage
+    between slices has a part of it, and is left out.
+    """
+    degrees = dict(plan.mesh)
+    devices_per_slice = math.prod(degrees.values()) // num_slices
+    planned_kinds = {CollectiveKind.planned(traffic) for traffic in traffic_of(plan)}
+    merged = []
+    for window in windows:
+        whole_group = group_along(degrees, window.axes or ())
+        is_stage = len(window.group) < len(whole_group) and CollectiveKind.of(window) not in planned_kinds
+        if not is_stage or not _spans_slices(whole_group, devices_per_slice):
+            merged.append(window)
+        elif not _spans_slices(window.group, devices_per_slice):
+            merged.append(dataclasses.replace(window, group=whole_group))
+    return merged
+
+
+def _spans_slices(group: Iterable[int], devices_per_slice: int) -> bool:
+    """Returns whether the devices of a group are in several slices, which are outermost in a mesh."""
+    return len({position // devices_per_slice for position in group}) > 1
 
 
 # ---- amounts
@@ -195,11 +244,12 @@ class _Replacement:
 
 
 def _pair(
-    missing: Mapping[CollectiveKind, float], extra: Mapping[CollectiveKind, float]
+    missing: Mapping[CollectiveKind, float], extra: Mapping[CollectiveKind, float], tolerated_elements: float
 ) -> tuple[list[_Replacement], set[CollectiveKind]]:
     """Pairs kinds of which elements are missing with kinds of which there are more than planned.
 
-    Returns the pairs, and the kinds that still differ after the elements of each pair are taken from both.
+    Returns the pairs, and the kinds that still differ after the elements of each pair are taken from both, by more than
+    is tolerated of a kind.
     """
     missing_left = dict(missing)
     extra_left = dict(extra)
@@ -216,15 +266,17 @@ def _pair(
         compiled = max(candidates, key=lambda kind: (kind.has_groups_of(planned), extra_left[kind]))
         elements = min(missing_left[planned], extra_left[compiled])
         replacements.append(_Replacement(planned, compiled, elements))
-        _take(missing_left, planned, elements)
-        _take(extra_left, compiled, elements)
+        _take(missing_left, planned, elements, tolerated_elements)
+        _take(extra_left, compiled, elements, tolerated_elements)
     return replacements, {*missing_left, *extra_left}
 
 
-def _take(amounts: dict[CollectiveKind, float], kind: CollectiveKind, elements: float) -> None:
-    """Subtracts elements of a kind, which is removed when none are left."""
+def _take(
+    amounts: dict[CollectiveKind, float], kind: CollectiveKind, elements: float, tolerated_elements: float
+) -> None:
+    """Subtracts elements of a kind, which is removed when no more than the tolerated ones are left."""
     amounts[kind] -= elements
-    if amounts[kind] <= 0:
+    if amounts[kind] <= tolerated_elements:
         del amounts[kind]
 
 
@@ -238,7 +290,7 @@ class _Comparison:
     windows: list[Window]
     plan: ShardPlan
     amounts: dict[CollectiveKind, _Amounts]  # in the order of kinds, which is that of the differences
-    on_cpu: bool
+    platform: str
 
     @property
     def tolerated_elements(self) -> float:
@@ -290,8 +342,13 @@ class _Comparison:
         """Describes a kind of collective in the place of another."""
         planned = replacement.planned
         compiled = replacement.compiled
-        compiled_bytes = replacement.elements * _mean_item_bytes(self.amounts[compiled].compiled)
-        planned_bytes = replacement.elements * _mean_item_bytes(self.amounts[planned].planned)
+        planned_elements = self.amounts[planned].planned
+        compiled_elements = self.amounts[compiled].compiled
+        if planned_elements.keys() <= compiled_elements.keys():
+            # Others may have been replaced by the same kind, in their dtypes.
+            compiled_elements = planned_elements
+        compiled_bytes = replacement.elements * _mean_item_bytes(compiled_elements)
+        planned_bytes = replacement.elements * _mean_item_bytes(planned_elements)
         sent = ring_bytes(compiled.kind, compiled_bytes, compiled.group_size)
         planned_to_be_sent = ring_bytes(planned.kind, planned_bytes, planned.group_size)
         units = _units_of(self.windows, compiled)
@@ -300,9 +357,37 @@ class _Comparison:
             axes = f"{axes} and {_axes(compiled.axes)}"
         kinds = f"{planned.kind} written, {compiled.kind} compiled"
         words = f"{kinds}: {_unit_names(units)}, {axes}, {sent / planned_to_be_sent:.1f}x the bytes"
-        return Difference(words, planned.kind, compiled.kind, compiled.axes, units)
+        by_compiler = ""
+        if self._is_all_reduce_of_tpu(replacement):
+            by_compiler = _AS_ALL_REDUCE.format(planned.kind)
+        return Difference(words, planned.kind, compiled.kind, compiled.axes, units, by_compiler)
 
-    def less_or_more(self, kinds: Iterable[CollectiveKind], by_cpu: str = "") -> Iterator[Difference]:
+    def _is_all_reduce_of_tpu(self, replacement: _Replacement) -> bool:
+        """Returns whether the TPU compiler wrote a gather or a reduce-scatter as an all-reduce over the same groups."""
+        planned = replacement.planned
+        compiled = replacement.compiled
+        if self.platform != TPU or not compiled.has_groups_of(planned):
+            return False
+        if compiled.kind != "all-reduce" or planned.kind not in ("all-gather", "reduce-scatter"):
+            return False
+        # A sum that the program asks for is no form of the compiler.
+        elements = 0.0
+        for window in self.windows:
+            if CollectiveKind.of(window) == compiled and not window.is_sum:
+                elements += CollectivePart(window, list(window.arrays)).elements
+        return elements + self.tolerated_elements >= replacement.elements
+
+    def permuted(
+        self, replacements: Iterable[_Replacement], left_over: Iterable[CollectiveKind]
+    ) -> set[CollectiveKind]:
+        """Returns the permutes that bring the parts of an all-reduce to where a reduce-scatter would have left them."""
+        axes = set()
+        for replacement in replacements:
+            if replacement.planned.kind == "reduce-scatter" and self._is_all_reduce_of_tpu(replacement):
+                axes.add(replacement.planned.axes)
+        return {kind for kind in left_over if kind.kind == "collective-permute" and kind.axes in axes}
+
+    def less_or_more(self, kinds: Iterable[CollectiveKind], by_compiler: str = "") -> Iterator[Difference]:
         """Describes kinds with fewer or more elements than planned."""
         num_parameters = self.plan.gathered_part.num_parameters
         for kind in sorted(kinds):
@@ -314,9 +399,9 @@ class _Comparison:
             )
             description = f"{kind.kind} than planned: {_unit_names(units)}, {_axes(kind.axes)}, {ratios}"
             if compiled < planned:
-                yield Difference(f"less {description}", kind.kind, None, kind.axes, units, by_cpu)
+                yield Difference(f"less {description}", kind.kind, None, kind.axes, units, by_compiler)
             else:
-                yield Difference(f"more {description}", None, kind.kind, kind.axes, units, by_cpu)
+                yield Difference(f"more {description}", None, kind.kind, kind.axes, units, by_compiler)
 
     def other_dtypes(self, extra: Collection[CollectiveKind]) -> Iterator[Difference]:
         """Describes the dtypes that are not planned, of planned kinds except those with extra elements."""
@@ -333,10 +418,12 @@ class _Comparison:
         dtypes = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
         ratio = item_bytes(dtype) / _mean_item_bytes(planned)
         words = f"{dtypes}: {_unit_names(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
-        by_cpu = ""
-        if self.on_cpu and _is_widened_by_cpu(dtype, planned):
-            by_cpu = _WIDENED.replace("f32", dtype)
-        return Difference(words, kind.kind, kind.kind, kind.axes, units, by_cpu)
+        by_compiler = ""
+        if self.platform == CPU and _is_widened_by_cpu(dtype, planned):
+            by_compiler = _WIDENED.replace("f32", dtype)
+        if self.platform == TPU and kind.kind == "all-gather" and ratio < 1:
+            by_compiler = _NARROWED
+        return Difference(words, kind.kind, kind.kind, kind.axes, units, by_compiler)
 
 
 def _is_widened_by_cpu(dtype: str, planned: Iterable[str]) -> bool:
@@ -371,7 +458,7 @@ def _shapes_text(parts: Iterable[CollectivePart]) -> str:
     return " ".join(shapes)
 
 
-def _larger_than_requested(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
+def _larger_than_requested(windows: Iterable[Window], platform: str) -> list[Difference]:
     """Describes collectives of lines that mix examples that are larger than the lines request."""
     descriptions = []
     for window in windows:
@@ -386,10 +473,10 @@ def _larger_than_requested(windows: Iterable[Window], on_cpu: bool) -> list[Diff
         words = f"{kind.kind} of {human_bytes(window.result_bytes)} compiled for {lines}, which needs {needed}"
         # Twice the bytes at most, as from bfloat16 to float32; more than that is not explained by the dtype.
         is_widened = window.dtype == "f32" and window.result_bytes <= 2 * requested_bytes
-        by_cpu = ""
-        if on_cpu and is_widened:
-            by_cpu = _WIDENED
-        descriptions.append(Difference(words, kind.kind, kind.kind, kind.axes, window.units, by_cpu))
+        by_compiler = ""
+        if platform == CPU and is_widened:
+            by_compiler = _WIDENED
+        descriptions.append(Difference(words, kind.kind, kind.kind, kind.axes, window.units, by_compiler))
     return descriptions
 
 

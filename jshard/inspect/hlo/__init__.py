@@ -53,6 +53,8 @@ class Window:
     # The lines of the model that mix examples by it; several if the compiler joined theirs.
     mixing: tuple[Mixing, ...] = ()
     is_mixing: bool = False  # it serves only those
+    is_sum: bool = False  # the program asks for a sum on every device; unknown where a compiler keeps no name of it
+    links: int = 0  # of a TPU: the links of a chip that carry it at once; 0 if the program does not say
 
     @property
     def full_bytes(self) -> int:
@@ -160,6 +162,7 @@ class Schedule:
     flops: float  # floating-point operations of one run, over all loop iterations, with those recomputed for backward
     notes: tuple[str, ...] = ()  # descriptions of uncounted operations
     kernels: tuple[KernelUse, ...] = ()  # the kernels of `jshard.kernels` in it, with their forms
+    num_slices: int = 1  # TPU slices that run it together, each an equal part of the devices
 
     @property
     def num_async(self) -> int:

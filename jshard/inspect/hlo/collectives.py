@@ -10,8 +10,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.engine.mixing import Mixing, named_in
 from jshard.inspect.hlo.module import (
+    Computation,
     HloArray,
     Instruction,
+    Module,
     ProgramError,
     arrays,
     elements,
@@ -19,7 +21,8 @@ from jshard.inspect.hlo.module import (
 )
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-# Communication that cannot be counted: an error is better than a total that is too small.
+# Communication that cannot be counted: an error is better than a total that is too small. (Of `send` and `recv`, only
+# those of collectives between TPU slices are understood.)
 OTHERS = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
 
 
@@ -53,12 +56,89 @@ def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, 
 
 def results_of(instruction: Instruction, kind: str) -> tuple[HloArray, ...]:
     """Returns the arrays of a collective's result."""
+    if instruction.opcode == "send":
+        return _results_between_slices(instruction, kind)
     shape = instruction.shape
     # (operands, results, context); an all-reduce of jax 0.10 has the results alone. With operands it would count twice.
     if instruction.opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
         shape = elements(shape)[1]
     return arrays(shape)
 
+
+# ---- arrays that the compiler joined into one
+
+
+def joined_arrays(
+    module: Module, home: Computation, all_reduce: Instruction, results: tuple[HloArray, ...]
+) -> tuple[HloArray, ...]:
+    """Returns the arrays of an all-reduce's result, with those apart that the compiler concatenated for it.
+
+    XLA of jax 0.10 gives several arrays to one instruction. That of jax 0.12 also concatenates them first. They are
+    counted one by one either way, because each has the size that a line of the model, or a parameter, requests.
+
+    Args:
+        module: the program.
+        home: the computation that the all-reduce is in.
+        all_reduce: the instruction; operand and result have the same shape.
+        results: the arrays of its result, as written.
+    """
+    operands = home.operands(all_reduce)
+    if len(operands) != len(results):
+        return results
+    arrays: list[HloArray] = []
+    for operand, result in zip(operands, results, strict=True):
+        parts = _concatenated(module, home, operand)
+        are_all = sum(part.num_elements for part in parts) == result.num_elements
+        if are_all:
+            arrays += parts
+        else:
+            arrays.append(result)
+    return tuple(arrays)
+
+
+def _concatenated(module: Module, home: Computation, operand: Instruction | None) -> list[HloArray]:
+    """Returns the arrays that the compiler joined in an operand, in the shapes before they were made flat."""
+    joined = home.source(operand)
+    if joined is None:
+        return []
+    if _is_made_by_compiler(joined):
+        return _arrays_of([home.source(part) for part in home.operands(joined)])
+    if joined.opcode == "fusion":
+        return _concatenated_in(module, home, joined)
+    return []
+
+
+def _concatenated_in(module: Module, home: Computation, fusion: Instruction) -> list[HloArray]:
+    """Returns the arrays that the compiler joined in a fusion, which is in the computation `home`."""
+    for fused in module.callees(fusion):
+        root = fused.source(fused.root)
+        if root is not None and _is_made_by_compiler(root):
+            parts = [fused.source(part) for part in fused.operands(root)]
+            return _arrays_of([_outside(home, fusion, part) for part in parts])
+    return []
+
+
+def _is_made_by_compiler(instruction: Instruction) -> bool:
+    """Returns whether it concatenates, and the traced program does not: what that concatenates is one array to it."""
+    return instruction.opcode == "concatenate" and not instruction.op_name
+
+
+def _outside(home: Computation, fusion: Instruction, part: Instruction | None) -> Instruction | None:
+    """Returns the instruction that computes a value of a fusion: for a parameter, the operand of the fusion."""
+    if part is None or part.opcode != "parameter":
+        return part
+    return home.source(home.operand(fusion, int(part.inside)))
+
+
+def _arrays_of(parts: list[Instruction | None]) -> list[HloArray]:
+    arrays: list[HloArray] = []
+    for part in parts:
+        if part is not None:
+            arrays += part.arrays
+    return arrays
+
+
+# ---- groups of devices
 
 # Pairs `{{0,1},{1,2}}` of a collective-permute.
 _PAIRS = re.compile(r"source_target_pairs=\{\{([\d,{}]*)\}\}")
@@ -75,6 +155,8 @@ _MESH = re.compile(
 def group_of(instruction: Instruction, kind: str, num_devices: int) -> tuple[int, ...]:
     """Returns the positions of the devices in the first group of a collective."""
     attributes = instruction.attributes
+    if instruction.opcode == "send":  # `num_devices` are those of a slice, and slices are outermost in a mesh
+        return tuple(range(0, num_slices_of(instruction) * num_devices, num_devices))
     if kind == "collective-permute":
         # It has no groups, but pairs of devices of which one sends to the other.
         pairs = _PAIRS.search(attributes)
@@ -165,6 +247,89 @@ def cannot(where: str, why: str) -> ProgramError:
     )
 
 
+# ---- links of a TPU
+
+# libtpu writes down how it sends. It deals an array to "colors", each with its own order of the torus's dimensions, so
+# that they use different links at any time. A ring of one color turns one way, except in the older form `StrategyRing`.
+_RINGS = '"phase_rings"'  # of each color, on the SparseCores
+_COLORS = re.compile(r"(UniDirection\w*|StrategyRing)\{colors:(\d+)")  # on the TensorCores
+_DIMS = re.compile(r'"emitter":"(\d)DAllGather')  # of the torus, both ways in each
+_BARNA_CORE = '"emitter":"BarnaCoreAllGather'  # a v4's: in one dim
+
+
+def links_of(collective: Instruction) -> int:
+    """Returns the number of links of a TPU chip that carry a collective at once; 0 if the program does not say."""
+    attributes = collective.attributes
+    num_colors = attributes.count(_RINGS)
+    if num_colors:
+        return num_colors
+    if colors := _COLORS.search(attributes):
+        ways = 1 if colors[1].startswith("UniDirection") else 2
+        return ways * int(colors[2])
+    if dims := _DIMS.search(attributes):
+        return 2 * int(dims[1])
+    return 2 if _BARNA_CORE in attributes else 0
+
+
+# ---- collectives between TPU slices
+
+# A program is that of one slice. A collective between slices is a `send` and a `recv`, which the runtimes on the hosts
+# join: device i of each slice with device i of the others.
+_BETWEEN_SLICES = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+_KINDS_BETWEEN_SLICES = {"ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter", "ALL_REDUCE": "all-reduce"}
+
+
+def is_between_slices(instruction: Instruction) -> bool:
+    """Returns whether a `send`, a `recv` or the end of one is a part of a collective between TPU slices."""
+    return _BETWEEN_SLICES in instruction.attributes
+
+
+def rendezvous(instruction: Instruction) -> str | None:
+    """Returns what the `send` and the `recv` of a collective between TPU slices have in common; None for others."""
+    if instruction.opcode not in ("send", "recv"):
+        return None
+    name = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
+    return f"rendezvous {name[1]}" if name else None
+
+
+def kind_of(collective: Instruction) -> str:
+    """Returns the kind of a collective: one of `KINDS`."""
+    if collective.opcode != "send":
+        return base_opcode(collective.opcode)
+    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', collective.attributes)
+    kind = _KINDS_BETWEEN_SLICES.get(transfer[1]) if transfer else None
+    if kind is None:
+        raise cannot(collective.text, "it is between TPU slices, and does not gather or reduce.")
+    return kind
+
+
+def num_slices_of(send: Instruction) -> int:
+    """Returns the number of slices that a collective between TPU slices joins."""
+    target = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', send.attributes)
+    if target is None:
+        raise cannot(send.text, "it is between some of the TPU slices, and does not name them.")
+    return len(target[1].split(","))
+
+
+def _results_between_slices(send: Instruction, kind: str) -> tuple[HloArray, ...]:
+    """Returns the array that arrives, from the one that is sent."""
+    sent = arrays(send.shape)[0]
+    num_slices = num_slices_of(send)
+    first, *others = sent.dims
+    if kind == "all-gather":
+        first *= num_slices
+    elif kind == "reduce-scatter":
+        first //= num_slices
+    return (HloArray(sent.dtype, (first, *others)),)
+
+
+def base_opcode(opcode: str) -> str:
+    """Returns `all-gather` of `all-gather-start`."""
+    for stage in ("-start", "-done", "-update"):
+        opcode = opcode.removesuffix(stage)
+    return opcode
+
+
 # ---- units, phases and lines of the model, from the names that operations have in the traced program
 
 _UNIT = re.compile(r"jshard\[([^\]]*)\](/backward)?")
@@ -189,6 +354,11 @@ def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
     if len(phases) > 1:
         return tuple(units), "both"
     return tuple(units), next(iter(phases), None)
+
+
+def asks_for_sum(op_name: str) -> bool:
+    """Returns whether an operation comes from a sum over devices, of which each gets the whole."""
+    return re.search(r"/psum(?!_scatter)", op_name) is not None
 
 
 def mixing_in(op_name: str) -> tuple[tuple[Mixing, ...], bool]:

@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from jshard.inspect.hlo.collectives import KINDS, OTHERS, cannot
+from jshard.inspect.hlo.collectives import KINDS, OTHERS, base_opcode, cannot, is_between_slices, kind_of, rendezvous
 from jshard.inspect.hlo.module import Instruction, Module
 
 # Asynchronous calls: `async-start` on a GPU, and `call-start` on a TPU, for its sparse cores.
@@ -42,6 +42,8 @@ class Forms:
         base = base_opcode(opcode)
         if opcode.endswith("-update"):
             return None  # between start and end
+        if base in ("send", "recv") and is_between_slices(instruction):
+            return _role_between_slices(instruction)
         if base in OTHERS:
             raise cannot(instruction.text, f"{opcode} is not one of {', '.join(KINDS)}.")
         if base in KINDS:
@@ -59,7 +61,7 @@ class Forms:
 
     def collectives(self, instruction: Instruction, depth: int = 0) -> list[Instruction]:
         """Returns the collectives that an instruction prints, through fusions and calls."""
-        if base_opcode(instruction.opcode) in KINDS:
+        if base_opcode(instruction.opcode) in KINDS or instruction.opcode == "send":
             return [instruction]
         if depth >= _MAX_DEPTH or instruction.opcode not in _PRINTING:
             return []
@@ -116,11 +118,11 @@ class Forms:
             yield from computation.instructions
 
 
-def base_opcode(opcode: str) -> str:
-    """Returns `all-gather` of `all-gather-start`."""
-    for stage in ("-start", "-done", "-update"):
-        opcode = opcode.removesuffix(stage)
-    return opcode
+def _role_between_slices(instruction: Instruction) -> Role | None:
+    """Returns the role of a part of a collective between TPU slices: it lasts from its send to the end of its recv."""
+    if instruction.opcode == "send":
+        return Role("start", kind_of(instruction), instruction, rendezvous(instruction))
+    return Role("done") if instruction.opcode == "recv-done" else None
 
 
 def channel(collective: Instruction) -> str | None:

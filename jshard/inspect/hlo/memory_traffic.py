@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Iterable, Iterator
 
-from jshard.inspect.hlo.module import Computation, Instruction, arrays, item_bytes
+from jshard.inspect.hlo.module import Computation, Instruction, Module, arrays, item_bytes
 
 # They move no data, or move it beside the computation.
 FREE_OPCODES = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id copy-start copy-done"
-    " slice-start slice-done iota add-dependency opt-barrier optimization-barrier domain".split()
+    " slice-start slice-done async-update call-update send send-done recv recv-done iota add-dependency opt-barrier"
+    " optimization-barrier domain".split()
 )
 # They touch a part of their operand: a layer of a stack. The whole stack would count again in each round of a loop.
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -46,18 +47,18 @@ def instruction_bytes(home: Computation, instruction: Instruction) -> float:
 # ---- fusions
 
 
-def fusion_bytes(body: Computation) -> float:
+def fusion_bytes(module: Module, body: Computation) -> float:
     """Returns the bytes that a fusion reads and writes: values inside cost nothing, slices count by their own size."""
     if "async_collective_fusion" in body.name:
-        return _async_fusion_bytes(body)
+        return _async_fusion_bytes(module, body)
     memory_bytes = _written_bytes(body, body.root)
     for instruction in body.instructions:
         if instruction.opcode == "parameter":
-            memory_bytes += _read_bytes(body, instruction)
+            memory_bytes += _read_bytes(module, body, instruction)
     return memory_bytes
 
 
-def _read_bytes(body: Computation, value: Instruction) -> float:
+def _read_bytes(module: Module, body: Computation, value: Instruction) -> float:
     """Returns the bytes that a fusion reads of one of its inputs."""
     whole = shape_bytes(value.shape)
     users = body.users.get(value.name, [])
@@ -65,14 +66,33 @@ def _read_bytes(body: Computation, value: Instruction) -> float:
         return whole
     parts = 0.0
     for user in users:
-        if user.opcode in _SLICES:
-            parts += shape_bytes(user.shape)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
-            continue  # updated in place
-        elif user.opcode == "bitcast":
-            parts += _read_bytes(body, user)
+        if user.opcode == "bitcast":
+            parts += _read_bytes(module, body, user)
         else:
-            return whole
+            parts += sum(_bytes_of_operand(module, user, place, value) for place in _places(user, value.name))
+    return min(whole, parts)
+
+
+def _places(user: Instruction, name: str) -> list[int]:
+    """Returns at which places an instruction has an operand."""
+    return [place for place, operand in enumerate(user.operands) if operand == name]
+
+
+def _bytes_of_operand(module: Module, user: Instruction, place: int, operand: Instruction) -> float:
+    """Returns the bytes that an instruction of a fusion reads of an operand: of a stack, only the layer it takes."""
+    if place == 0 and user.opcode in _SLICES:
+        return shape_bytes(user.shape)
+    if place == 0 and user.opcode == "dynamic-update-slice":
+        return 0.0  # updated in place
+    whole = shape_bytes(operand.shape)
+    if user.opcode != "fusion":
+        return whole
+    # A TPU nests fusions: that of a product contains those of its operands.
+    parts = 0.0
+    for nested in module.callees(user):
+        for inner in nested.instructions:
+            if inner.opcode == "parameter" and inner.inside.strip() == str(place):
+                parts += _read_bytes(module, nested, inner)
     return min(whole, parts)
 
 
@@ -89,22 +109,25 @@ def _written_bytes(body: Computation, result: Instruction | None) -> float:
     return shape_bytes(result.shape)
 
 
-def _async_fusion_bytes(body: Computation) -> float:
+def _async_fusion_bytes(module: Module, body: Computation) -> float:
     """Returns the bytes of a TPU's fusion that also carries the buffers of a collective in flight.
 
     Only what its own computation touches is counted: the collective has been counted by itself. With the buffers, a
     schedule that hides its communication would look slower than one that does not.
     """
     computing: set[str] = set()
-    read: dict[str, Instruction] = {}  # by name, since several instructions may read one parameter
+    read_bytes: dict[str, float] = {}  # of parameters, by name, since several instructions may read one
     for instruction in body.instructions:
-        if _computes(instruction):
-            computing.add(instruction.name)
-            for source in _sources(body, instruction.operands):
-                if source.opcode == "parameter":
-                    read[source.name] = source
+        if not _computes(instruction):
+            continue
+        computing.add(instruction.name)
+        for place, name in enumerate(instruction.operands):
+            source = body.source(body.by_name.get(name))
+            if source is not None and source.opcode == "parameter":
+                part = read_bytes.get(source.name, 0.0) + _bytes_of_operand(module, instruction, place, source)
+                read_bytes[source.name] = min(part, shape_bytes(source.shape))
     written = [source for source in _sources(body, _result_names(body)) if source.name in computing]
-    return sum(map(_bytes_of, read.values())) + sum(map(_bytes_of, written))
+    return sum(read_bytes.values()) + sum(_written_bytes(body, source) for source in written)
 
 
 def _computes(instruction: Instruction) -> bool:

@@ -17,15 +17,23 @@ from jshard._text import kernels_of
 from jshard.inspect.hlo import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.collectives import (
     KINDS,
+    asks_for_sum,
     axes_of_groups,
+    base_opcode,
     cannot,
     group_of,
+    is_between_slices,
+    joined_arrays,
+    kind_of,
+    links_of,
     mixing_in,
+    num_slices_of,
+    rendezvous,
     results_of,
     sizes_of,
     unit_and_phase,
 )
-from jshard.inspect.hlo.forms import Forms, Role, base_opcode, channel
+from jshard.inspect.hlo.forms import Forms, Role, channel
 from jshard.inspect.hlo.module import (
     Computation,
     Instruction,
@@ -122,6 +130,8 @@ class _Body:
             return None
         if source.opcode.endswith("-start"):
             return source.name
+        if source.opcode == "recv":
+            return rendezvous(source)
         if source.opcode != "get-tuple-element":
             return None
         whole = self.home.operand(source, 0)
@@ -205,7 +215,7 @@ class Walk:
             self._end(body, instruction, role.key or self._ended_by(body, instruction))
             return
         token = role.key or instruction.name
-        group = group_of(role.collective, base_opcode(role.collective.opcode), self._module.num_devices)
+        group = group_of(role.collective, kind_of(role.collective), self._module.num_devices)
         if len(group) <= 1:
             body.under_way[token] = None  # nothing is sent; but its end is in the text, too
             return
@@ -222,7 +232,10 @@ class Walk:
         self, body: _Body, instruction: Instruction, role: Role, collective: Instruction, group: tuple[int, ...]
     ) -> Window:
         """Returns the record of a collective, before anything has run beside it."""
-        sizes = sizes_of(collective, base_opcode(collective.opcode), len(group))
+        sizes = sizes_of(collective, kind_of(collective), len(group))
+        arrays = results_of(collective, kind_of(collective))
+        if role.kind == "all-reduce":
+            arrays = joined_arrays(self._module, body.home, instruction, arrays)
         traced_name = instruction.op_name or collective.op_name
         units, phase = unit_and_phase(traced_name)
         mixing, is_mixing = mixing_in(traced_name)
@@ -240,9 +253,12 @@ class Walk:
             per_iteration=body.scope.in_unknown_loop,
             is_async=role.stage == "start",
             conditional=body.scope.in_branch,
-            arrays=results_of(collective, base_opcode(collective.opcode)),
+            arrays=arrays,
             mixing=mixing,
             is_mixing=is_mixing,
+            # Of several that it joins, the TPU compiler keeps one name, perhaps that of a bias alone.
+            is_sum=len(arrays) == 1 and asks_for_sum(traced_name),
+            links=links_of(collective),
         )
 
     def _ended_by(self, body: _Body, done: Instruction) -> str | None:
@@ -260,7 +276,7 @@ class Walk:
             if under_way is not None:
                 self._count_beside(under_way, body.passed)
                 body.steps.append(Wait(token))
-        elif base_opcode(instruction.opcode) in KINDS or instruction.opcode == "fusion":
+        elif base_opcode(instruction.opcode) in (*KINDS, "recv") or instruction.opcode == "fusion":
             raise cannot(instruction.text, "it ends a collective whose start was not found.")
 
     def _count_beside(self, under_way: _UnderWay, passed: _PassedWork) -> None:
@@ -396,7 +412,8 @@ class Walk:
         missed = []
         for computation in self._module.computations.values():
             for instruction in computation.instructions:
-                if base_opcode(instruction.opcode) in KINDS and instruction.name not in seen:
+                is_collective = base_opcode(instruction.opcode) in KINDS or instruction.opcode == "send"
+                if is_collective and instruction.name not in seen:
                     missed.append(instruction.text)
         if missed:
             raise cannot(missed[0], f"it is one of {len(missed)} in a form that the walk through the schedule missed.")
@@ -492,30 +509,48 @@ def read_schedule(
             why="its text lacks is_scheduled=true, so its order is not the order of execution.",
             do="js.audit(jax.jit(step).lower(...).compile())  # pass the result of compile()",
         )
+    num_slices = _num_slices(module)
+    num_devices = module.num_devices * num_slices
     if mesh is not None:
-        _check_size(mesh, module)
+        _check_size(mesh, num_devices)
     walk = Walk(module, mesh)
     steps, flops = walk.run()
-    if expect_collectives and module.num_devices > 1 and not walk.windows:
+    if expect_collectives and num_devices > 1 and not walk.windows:
         raise ProgramError(
             "A program of several devices without a single collective.",
-            where=f"computation {module.entry}, {module.num_devices} devices",
+            where=f"computation {module.entry}, {num_devices} devices",
             why="no communication would look like fully hidden communication.",
             do="print(js.explain(model))  # shows whether the arrays are sharded at all",
         )
     return Schedule(
-        tuple(walk.windows), steps, module.num_devices, flops, tuple(walk.notes), kernels=kernels_in(module)
+        tuple(walk.windows),
+        steps,
+        num_devices,
+        flops,
+        tuple(walk.notes),
+        kernels=kernels_in(module),
+        num_slices=num_slices,
     )
 
 
-def _check_size(mesh: Mesh | AbstractMesh, module: Module) -> None:
+def _num_slices(module: Module) -> int:
+    """Returns the number of TPU slices that run a program: those that its collectives join."""
+    num_slices = 1
+    for computation in module.computations.values():
+        for instruction in computation.instructions:
+            if instruction.opcode == "send" and is_between_slices(instruction):
+                num_slices = max(num_slices, num_slices_of(instruction))
+    return num_slices
+
+
+def _check_size(mesh: Mesh | AbstractMesh, num_devices: int) -> None:
     """Raises unless a program runs on as many devices as a mesh has."""
-    num_devices = math.prod(mesh.axis_sizes)
-    if num_devices != module.num_devices:
+    mesh_size = math.prod(mesh.axis_sizes)
+    if num_devices != mesh_size:
         sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
         raise ProgramError(
             "The program was not compiled for this mesh.",
             where=f"mesh ({sizes})",
-            why=f"the program runs on {module.num_devices} devices, the mesh has {num_devices}.",
+            why=f"the program runs on {num_devices} devices, the mesh has {mesh_size}.",
             do="pass the mesh or the model that the program was compiled with.",
         )

@@ -48,6 +48,13 @@ class OpWork:
         return sum(product.flops for product in self.products)
 
     @property
+    def kind(self) -> str:
+        """What it is mostly: `attention`, `products`, or `elementwise` if nothing is multiplied."""
+        if any(product.is_attention for product in self.products):
+            return "attention"
+        return "products" if self.products else "elementwise"
+
+    @property
     def is_nothing(self) -> bool:
         """Whether it takes no time."""
         return not (self.products or self.memory_bytes)

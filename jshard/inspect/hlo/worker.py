@@ -29,7 +29,9 @@ MOSAIC = "mosaic_gpu"
 _OWN_KERNEL = f"/{PREFIX}"  # in the names of kernels of `jshard.kernels`
 _LIBRARY_PRODUCTS = ("__cublas", "__onednn$matmul", "__triton_gemm")
 _NUM_PRODUCTS_OF_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}  # JAX's kernels on TPUs
-_FREE_TARGETS = ("AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIndicesInBound")
+_FREE_TARGETS = ("AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatter")
+
+_COPIES = ("ZeroCrop",)  # they move data, and compute nothing
 
 _ASYNC_FUSIONS = ("fusion-start", "fusion-done")
 _HOST = "S(5)"  # XLA's name of the host's memory
@@ -49,12 +51,12 @@ class Worker:
         if instruction.opcode in _ASYNC_FUSIONS and _is_hosts(home, instruction):
             return OpWork()  # a copy between device and host
         if instruction.opcode == "fusion":
-            memory_bytes = sum(fusion_bytes(body) for body in self._module.callees(instruction))
+            memory_bytes = sum(fusion_bytes(self._module, body) for body in self._module.callees(instruction))
         else:
             memory_bytes = instruction_bytes(home, instruction)
-        return dataclasses.replace(self._products(home, instruction), memory_bytes=memory_bytes)
+        return dataclasses.replace(self.products(home, instruction), memory_bytes=memory_bytes)
 
-    def _products(self, home: Computation, instruction: Instruction) -> OpWork:
+    def products(self, home: Computation, instruction: Instruction) -> OpWork:
         """Returns the matrix products of an instruction, and of the computations it calls."""
         if instruction.opcode == "dot":
             return _dot(home, instruction)
@@ -66,7 +68,7 @@ class Worker:
 
     def _products_within(self, body: Computation) -> OpWork:
         if body.name not in self._products_in:  # several fusions may call one computation
-            parts = [self._products(body, instruction) for instruction in body.instructions]
+            parts = [self.products(body, instruction) for instruction in body.instructions]
             self._products_in[body.name] = added(parts)
         return self._products_in[body.name]
 
@@ -173,7 +175,7 @@ def _custom_call(home: Computation, call: Instruction) -> OpWork:
                 return _splash_attention(home, call, num_products)
     if target.startswith(MOSAIC) and _OWN_KERNEL in call.op_name:
         return _own_kernel(home, call)
-    if target.startswith(_FREE_TARGETS):
+    if target.startswith((*_FREE_TARGETS, *_COPIES)):
         return OpWork()
     return OpWork(uncounted=(target,))  # the report says so: a silent 0 would look like a fast program
 
@@ -228,13 +230,31 @@ def _splash_attention(home: Computation, call: Instruction, num_products: int) -
     The mask is causal where positions are among the operands. (One that also ends, a sliding window, has fewer.)
     """
     operands = _operand_arrays(home, call)
-    query, key = [array for array in operands if len(array.dims) == 4][:2]
-    flops = 2.0 * num_products * query.num_elements * key.dims[2]  # each query with each key
+    matrices = _queries_and_keys(operands)
+    if matrices is None:
+        return OpWork(uncounted=(call.name,))
+    query, key = matrices
+    num_keys = key.dims[-2]
+    flops = 2.0 * num_products * query.num_elements * num_keys  # each query with each key
     has_positions = any(array.dtype == "s32" and len(array.dims) == 2 for array in operands)
     if has_positions:
         num_blocks = operands[0].dims[-1]  # the first operand is the grid of blocks, queries by keys
         flops *= (num_blocks + 1) / (2 * num_blocks)  # those on the diagonal and on one side of it
     return OpWork((EqualProducts(query.dtype, flops, num_products, is_attention=True),))
+
+
+def _queries_and_keys(operands: list[HloArray]) -> tuple[HloArray, HloArray] | None:
+    """Returns the first operands of splash attention that are matrices of numbers for every head; None without them."""
+    # Without the dim of the batch where a device has one sequence: libtpu drops dims of size 1.
+    for num_dims in (4, 3):
+        matrices = []
+        for array in operands:
+            # The blocks of a mask have as many dims, but are integers.
+            if len(array.dims) == num_dims and array.dtype.startswith(("f", "bf")):
+                matrices.append(array)
+        if len(matrices) >= 2:
+            return matrices[0], matrices[1]
+    return None
 
 
 # ---- convolutions

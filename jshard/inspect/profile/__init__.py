@@ -64,7 +64,7 @@ def read_profile(
         ShardingError: there is no profile, or it lacks these steps or this program.
         RunError: the profile is truncated or empty, or has no complete step.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> step = jax.jit(lambda x: x @ x.T).lower(x).compile()
         >>> with tempfile.TemporaryDirectory() as folder:

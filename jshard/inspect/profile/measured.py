@@ -2,13 +2,15 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jshard.inspect.profile.events import Event
 from jshard.inspect.profile.operations import Op, Ops
 
 _PS_PER_S = 10**12
+# Where several operations compute at one time, the first of these is shown. Empty: which one is not known.
+_WORKS = ("products", "attention", "elementwise", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,13 @@ class TimeSpan(NamedTuple):
     end_s: float
 
 
+class Computing(NamedTuple):
+    """A time in which something computes."""
+
+    span: TimeSpan
+    work: str  # `products`, `attention` or `elementwise`; empty if it is not known
+
+
 class Flight(NamedTuple):
     """The time from the begin of a collective to its end."""
 
@@ -74,7 +83,7 @@ class DeviceStep:
     shares: Shares  # how it spent the step
     collectives: tuple[MeasuredCollective, ...]  # those that it took part in, in the order in which they begin
     since_last_s: float | None  # from the end of the step before; None if that is not in the profile
-    computing: tuple[TimeSpan, ...] = ()  # when something computed
+    computing: tuple[Computing, ...] = ()  # when something computed, by their begin
     exposed: tuple[TimeSpan, ...] = ()  # when something communicated, and nothing computed
     flights: tuple[Flight, ...] = ()  # by their begin
 
@@ -88,7 +97,7 @@ def measure(
     device: str, events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int, *, since_last_s: float | None = None
 ) -> DeviceStep:
     """Measures a span of time of one device; the events are sorted by begin, and may include others."""
-    computing = _MergedSpans(begin_ps)
+    computing = {work: _MergedSpans(begin_ps) for work in _WORKS}
     exposed = _MergedSpans(begin_ps)
     hidden_ps = 0
     busy_ps = 0
@@ -96,8 +105,8 @@ def measure(
     exposed_ps: dict[Op, float] = {}
     for moment in _moments(events, ops, begin_ps, end_ps):
         busy_ps += moment.length_ps
-        if moment.computes:
-            computing.add(moment)
+        if moment.work is not None:
+            computing[moment.work].add(moment)
             if moment.in_flight:
                 hidden_ps += moment.length_ps
         elif moment.in_flight:
@@ -105,11 +114,12 @@ def measure(
         for op in moment.in_flight:
             flights.setdefault(op, _MergedSpans(begin_ps)).add(moment)
             exposed_ps.setdefault(op, 0)
-            if not moment.computes:
+            if moment.work is None:
                 exposed_ps[op] += moment.length_ps / len(moment.in_flight)  # several at one time take equal parts
 
+    computing_ps = sum(spans.total_ps for spans in computing.values())
     shares = Shares(
-        computing_s=(computing.total_ps - hidden_ps) / _PS_PER_S,
+        computing_s=(computing_ps - hidden_ps) / _PS_PER_S,
         communicating_s=exposed.total_ps / _PS_PER_S,
         both_s=hidden_ps / _PS_PER_S,
         idle_s=(end_ps - begin_ps - busy_ps) / _PS_PER_S,
@@ -125,10 +135,18 @@ def measure(
         shares,
         tuple(collectives),
         since_last_s,
-        computing.in_seconds(),
+        _computing_in_seconds(computing),
         exposed.in_seconds(),
         tuple(sorted(flight_spans)),
     )
+
+
+def _computing_in_seconds(computing: Mapping[str, "_MergedSpans"]) -> tuple[Computing, ...]:
+    """Returns the spans of each work, by their begin."""
+    in_seconds = []
+    for work, spans in computing.items():
+        in_seconds += [Computing(span, work) for span in spans.in_seconds()]
+    return tuple(sorted(in_seconds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +155,7 @@ class _Moment:
 
     begin_ps: int
     end_ps: int
-    computes: bool
+    work: str | None  # what computes, one of `_WORKS`; None if nothing does
     in_flight: list[Op]  # collectives
 
     @property
@@ -176,11 +194,11 @@ class _Edge(NamedTuple):
 
     time_ps: int
     change: int  # of the number of operations that run: 1 at a begin, -1 at an end
-    collective: Op | None  # None for computation
+    runs: Op | str  # the collective, or the work of one that computes
 
 
-def _moments(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> Iterator[_Moment]:
-    """Yields the time between two changes of what a device does; without those in which it does nothing."""
+def _edges(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> list[_Edge]:
+    """Returns the edges of the operations of a span of time, in order."""
     edges: list[_Edge] = []
     for event in events:
         event_begin_ps = max(event.begin_ps, begin_ps)
@@ -190,16 +208,21 @@ def _moments(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> I
         op = ops.of(event)
         if op.contains and not op.kind:
             continue  # a loop or a call: it would count the gaps between the operations inside as computation
-        collective = op if op.kind else None
-        edges += [_Edge(event_begin_ps, 1, collective), _Edge(event_end_ps, -1, collective)]
+        runs = op if op.kind else op.work
+        edges += [_Edge(event_begin_ps, 1, runs), _Edge(event_end_ps, -1, runs)]
+    return sorted(edges, key=lambda edge: edge.time_ps)
 
-    num_running: collections.Counter[Op | None] = collections.Counter()  # events of one operation may overlap
+
+def _moments(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> Iterator[_Moment]:
+    """Yields the time between two changes of what a device does; without those in which it does nothing."""
+    num_running: collections.Counter[Op | str] = collections.Counter()  # events of one operation may overlap
     since_ps = begin_ps
-    for edge in sorted(edges, key=lambda edge: edge.time_ps):
+    for edge in _edges(events, ops, begin_ps, end_ps):
         if edge.time_ps > since_ps and num_running:
-            in_flight = [op for op in num_running if op is not None]
-            yield _Moment(since_ps, edge.time_ps, None in num_running, in_flight)
+            in_flight = [op for op in num_running if isinstance(op, Op)]
+            work = next((work for work in _WORKS if work in num_running), None)
+            yield _Moment(since_ps, edge.time_ps, work, in_flight)
         since_ps = edge.time_ps
-        num_running[edge.collective] += edge.change
-        if not num_running[edge.collective]:
-            del num_running[edge.collective]
+        num_running[edge.runs] += edge.change
+        if not num_running[edge.runs]:
+            del num_running[edge.runs]

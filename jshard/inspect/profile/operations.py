@@ -5,9 +5,10 @@ import functools
 import re
 from collections.abc import Iterable, Set
 
-from jshard.inspect.hlo.collectives import KINDS, OTHERS, group_of, unit_and_phase
-from jshard.inspect.hlo.forms import Forms, base_opcode
+from jshard.inspect.hlo.collectives import KINDS, OTHERS, base_opcode, group_of, unit_and_phase
+from jshard.inspect.hlo.forms import Forms
 from jshard.inspect.hlo.module import Computation, Instruction, Module, parse_module
+from jshard.inspect.hlo.worker import Worker
 from jshard.inspect.profile.events import Event
 
 # Instructions that run others. Calls are recognised by events inside their time.
@@ -41,6 +42,7 @@ class Op:
     units: tuple[str, ...] = ()  # paths of the units that it gathers or reduces, if known
     phase: str | None = None  # `forward`, `backward` or `both`; None if it is not known
     contains: bool = False  # it is a loop, a branch or a call: its work is known from others
+    work: str = ""  # of one that computes: `products`, `attention` or `elementwise`; empty if it is not known
     place: int | None = None  # in the order of the program's outermost instructions, which run once; None for others
 
 
@@ -134,6 +136,7 @@ class _Table:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._forms = Forms(module)
+        self._worker = Worker(module)
         self._started: dict[str, Op] = {}  # asynchronous ones, by what their end names
         self.ops: dict[str, Op] = {}
         for computation in module.computations.values():
@@ -154,7 +157,7 @@ class _Table:
             return Op(name, base, *unit_and_phase(instruction.op_name), place=place)
         role = self._forms.role(instruction)
         if role is None:
-            return Op(name, place=place)
+            return Op(name, work=self._worker.products(home, instruction).kind, place=place)
         if role.collective is None:  # an end
             source = home.source(home.operand(instruction, 0))
             source_name = source.name if source else ""

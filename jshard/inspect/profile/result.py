@@ -10,7 +10,8 @@ from rich.text import Text
 from jshard._text import counted, duration, folded_names, name_pattern
 from jshard.inspect.profile.measured import DeviceStep, MeasuredCollective, Shares, mean_shares
 from jshard.inspect.tables import FittedTable, Printed, add_row, dicts_of, made_table
-from jshard.inspect.timelines import Bar, chrome_trace, html_page, last_end_s, phase_bars
+from jshard.inspect.timeline_page import Card, Panel, Section, html_page
+from jshard.inspect.timelines import Bar, chrome_trace, exposed_bars, exposure_text, last_end_s, phase_bars
 
 _PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
 _SHOWN = 12  # rows of a table
@@ -121,8 +122,15 @@ class Trace(Printed):
         The step is the middle one, on the device with the most exposed communication.
         """
         measured = self._drawn_device
+        step_s = measured.shares.step_s
+        panel = Panel(
+            title=f"The whole step {self._drawn_step.number} on {measured.device}",
+            note=f"0 to {duration(step_s)}: all of it, with each round of its loops",
+            bars=tuple(_timeline(measured)),
+        )
         title = f"Step {self._drawn_step.number} of {self.program} on {measured.device}, measured"
-        return html_page(title, _PICTURE, _timeline(measured), str(self))
+        section = Section(_cards(self), (panel,))
+        return html_page(title, f"{_headline(self)} {_PICTURE}", [section], str(self))
 
     def to_chrome_trace(self) -> str:
         """Returns the timeline of the same step, as JSON for https://ui.perfetto.dev."""
@@ -237,17 +245,17 @@ def _shares_dict(shares: Shares) -> dict[str, object]:
 
 def _timeline(measured: DeviceStep) -> list[Bar]:
     """Returns a measured step as bars to be drawn: the device's own work, and the collectives in flight."""
-    bars = [*_computation_bars(measured), *_flight_bars(measured)]
+    flights = _flight_bars(measured)
+    bars = [*_computation_bars(measured), *flights, *exposed_bars(flights, measured.exposed)]
     return [*phase_bars(_backward_begin_s(measured), last_end_s(bars)), *bars]
 
 
 def _computation_bars(measured: DeviceStep) -> list[Bar]:
     bars = []
-    for kind, spans in (("computing", measured.computing), ("exposed", measured.exposed)):
-        for begin_s, end_s in spans:
-            tip = f"{kind}: {duration(end_s - begin_s)}"
-            bars.append(Bar("computation", begin_s, end_s, kind, "", tip))
-    return sorted(bars, key=lambda bar: bar.begin_s)
+    for (begin_s, end_s), work in measured.computing:
+        kind = work or "computation"
+        bars.append(Bar("computation", begin_s, end_s, kind, "", f"{kind}: {duration(end_s - begin_s)}"))
+    return bars
 
 
 def _flight_bars(measured: DeviceStep) -> list[Bar]:
@@ -260,12 +268,14 @@ def _flight_bars(measured: DeviceStep) -> list[Bar]:
         lane_name = "communication"
         if lane > 0:
             lane_name += f" {lane + 1}"
-        op = measured.collectives[collective].op
+        times = measured.collectives[collective]
+        op = times.op
         unit = "+".join(folded_names(op.units))
         phase = op.phase or ""
         tip = f"{op.kind} {unit} {phase} ({op.name}): {duration(end_s - begin_s)}"
         tip = " ".join(tip.split())  # without the gaps of what is unknown
-        bars.append(Bar(lane_name, begin_s, end_s, f"{op.kind} {phase}".strip(), unit, tip))
+        detail = exposure_text(times.runs, times.in_flight_s, times.exposed_s)
+        bars.append(Bar(lane_name, begin_s, end_s, op.kind, unit, tip, detail))
     return bars
 
 
@@ -283,6 +293,27 @@ def _backward_begin_s(measured: DeviceStep) -> float:
         if measured.collectives[collective].op.phase == "backward":
             return span.begin_s
     return 0.0
+
+
+# ---- cards
+
+
+def _cards(trace: Trace) -> tuple[Card, ...]:
+    """Returns the measured parts of a step: means over steps and devices, as in the tables."""
+    shares = trace.shares
+    steps = counted(len(trace.steps), "step")
+    hidden = "none" if shares.hidden is None else f"{shares.hidden:.1%}"
+    return (
+        Card("step", duration(shares.step_s), f"measured, mean of {steps}"),
+        _share_card("computing", shares.computing_s + shares.both_s, shares),
+        Card("communication hidden", hidden, f"{duration(shares.both_s)} beside computation"),
+        _share_card("communication exposed", shares.communicating_s, shares),
+        _share_card("idle", shares.idle_s, shares),
+    )
+
+
+def _share_card(name: str, part_s: float, shares: Shares) -> Card:
+    return Card(name, duration(part_s), f"{_share(part_s, shares)} of the step")
 
 
 # ---- the report
@@ -354,7 +385,7 @@ def _collectives_table(trace: Trace) -> FittedTable:
         add_row(table, f"... and {len(rows) - _SHOWN} more", "", "", "", "", "")
     if trace.has_units:
         for row in trace.by_kind:
-            add_row(table, f"all {row.kind}", "", *_times(row, trace.shares), style="bold")
+            add_row(table, f"total {row.kind}", "", *_times(row, trace.shares), style="bold")
     return table
 
 

@@ -1,0 +1,1 @@
+"""The model files of the grid for plain Flax, with gradients of weights in float32."""

@@ -1,0 +1,111 @@
+"""What a model costs beyond its plan, before compiling: it sends over its own axes, and its kernels compute."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+from jshard.cluster.assumptions import Assumptions
+from jshard.inspect.hlo.collectives import group_along
+from jshard.inspect.hlo.work import OpWork
+from jshard.inspect.partitioned import ModelCollective
+from jshard.inspect.traced_program import BACKWARD, FORWARD
+from jshard.inspect.traced_work import KernelWork
+
+# ---- what it sends over `tensor`, `context` and `expert`
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTraffic:
+    """The collectives of one kind over the same axes, of one microbatch."""
+
+    kind: str
+    axes: tuple[str, ...]
+    count: float
+    total_bytes: float  # of the whole arrays
+
+    def seconds(self, degrees: Mapping[str, int], assumptions: Assumptions) -> float:
+        """Returns the time of one of them, on a mesh."""
+        group = group_along(degrees, self.axes)
+        return assumptions.transfer_s(self.kind, self.total_bytes / self.count, group)
+
+
+def summed_traffic(counts: Mapping[ModelCollective, int]) -> dict[tuple[str, tuple[str, ...]], ModelTraffic]:
+    """Returns the traffic of a program, by kind and axes."""
+    num: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
+    total_bytes: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
+    for collective, count in counts.items():
+        key = (collective.kind, collective.axes)
+        num[key] += count
+        total_bytes[key] += count * collective.full_bytes
+    traffic = {}
+    for key, count in num.items():
+        kind, axes = key
+        traffic[key] = ModelTraffic(kind, axes, count, total_bytes[key])
+    return traffic
+
+
+def traffic_of_rows(
+    low: Mapping[ModelCollective, int], high: Mapping[ModelCollective, int], rows: tuple[int, int], wanted: int
+) -> Iterator[ModelTraffic]:
+    """Yields the traffic of a batch, which grows linearly with its rows.
+
+    Args:
+        low: of a program with few rows for each device.
+        high: of one with more.
+        rows: these two numbers of rows.
+        wanted: the rows of the batch.
+    """
+    at_low = summed_traffic(low)
+    at_high = summed_traffic(high)
+    num_low, num_high = rows
+    for key, traffic in at_low.items():
+        more_bytes = at_high[key].total_bytes - traffic.total_bytes if key in at_high else 0.0
+        growth = more_bytes / (num_high - num_low)
+        total_bytes = max(0.0, traffic.total_bytes + (wanted - num_low) * growth)
+        yield dataclasses.replace(traffic, total_bytes=total_bytes)
+
+
+# ---- how long its kernels take
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTimes:
+    """The computation of a microbatch."""
+
+    products_s: float  # matrix products and attention, as fast as large ones
+    small_products_s: float  # that they take longer, because they are small
+    traffic_s: float  # other operations, bound by the memory
+    forward_s: float  # of all of it
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Returns all of it."""
+        return self.forward_s + self.backward_s
+
+
+def kernel_times(kernels: Iterable[KernelWork], assumptions: Assumptions) -> KernelTimes:
+    """Returns how long kernels take on a device, one after another."""
+    large_products = dataclasses.replace(assumptions, multiprocessors=0, launch_s=0.0)
+    products_s = 0.0
+    large_products_s = 0.0
+    traffic_s = 0.0
+    phases_s = {FORWARD: 0.0, BACKWARD: 0.0}
+    for kernel in kernels:
+        seconds = kernel.rounds * assumptions.compute_s(kernel.work)
+        phases_s[kernel.phase] += seconds
+        if kernel.work.products:
+            products_s += seconds
+            alone = OpWork(kernel.work.products)
+            large_products_s += kernel.rounds * large_products.compute_s(alone)
+        else:
+            traffic_s += seconds
+    return KernelTimes(
+        products_s=large_products_s,
+        small_products_s=products_s - large_products_s,
+        traffic_s=traffic_s,
+        forward_s=phases_s[FORWARD],
+        backward_s=phases_s[BACKWARD],
+    )

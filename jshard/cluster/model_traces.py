@@ -1,0 +1,270 @@
+"""What estimates know of a recipe's model from traces: of no machine, and of no batch but small ones.
+
+A search considers many configurations, so little is traced for each. What a model saves for backward grows linearly
+with the batch, and does not depend on the number of data shards. So it is traced for two small batches on two devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from flax import nnx
+
+import jshard as js
+from jshard._types import PyTree
+from jshard.api.revise import has_inner_units, repeated_layers, revise_layers
+from jshard.cluster.compile import UnitSettings
+from jshard.cluster.model_costs import ModelTraffic, traffic_of_rows
+from jshard.errors import FourPartError
+from jshard.inspect.activations import Activations, Saved, over_tensor, saved_arrays, size_of_part, summed
+from jshard.inspect.partitioned import ArrayForm, ModelCollective, model_collectives
+from jshard.inspect.traced_program import SizeOf
+from jshard.inspect.traced_step import TracedStep, step_for_rows, traced_step
+from jshard.plans.mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
+from jshard.plans.model_axes import axes_in, axes_of
+from jshard.plans.placement import Selection
+from jshard.plans.plan import ShardPlan
+from jshard.plans.remat import DOTS, NONE
+from jshard.plans.units import modules
+from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.model_file import ModelFile
+from jshard.recipes.recipe import Recipe
+
+# Settings as tuples, so that they are keys of a cache.
+Degrees: TypeAlias = tuple[tuple[str, int], ...]
+Settings: TypeAlias = tuple[tuple[str, bool | int | str | None], ...]
+
+_MESH: Degrees = ((REPLICA, 1), (FSDP, 2))  # the smallest mesh with sharded parameters
+# The degree of `tensor` that is traced for all: an array has as many parts, or is whole. And that of `expert`: a device
+# has as many tokens, and sends as many, with any number of devices along it.
+_DEGREE = 2
+# Sequences per device of the steps that are traced: so many that what does not grow with them is little; they divide as
+# those of real batches do, and are the size of no other dim.
+_STEP_ROWS = (72, 144)
+
+
+class ModelTraces:
+    """Traces of one recipe's model, each made once.
+
+    Arguments that several methods have: `rows` are the sequences of a device; `remat` is the policy of the layers,
+    empty as annotated; `axes` are the degrees of the axes that split each sequence, or the layers.
+    """
+
+    def __init__(self, model_file: ModelFile, recipe: Recipe) -> None:
+        self.model_file = model_file
+        self.recipe = recipe
+
+    # ---- the model
+
+    @property
+    def trained(self) -> Selection:
+        """Returns the parameters that are trained."""
+        return self.model_file.trained(self.recipe)
+
+    @functools.cache  # noqa: B019  (a command makes one of these)
+    def model(self, mesh: Degrees) -> nnx.Module:
+        """Returns the annotated model on a mesh, without arrays."""
+        degrees = dict(mesh)
+        abstract_mesh = js.mesh(**degrees, devices=math.prod(degrees.values()))
+        return abstract_model(self.model_file, self.recipe, abstract_mesh)
+
+    def revised(self, mesh: Degrees, units: UnitSettings) -> nnx.Module:
+        """Returns the model with other settings of its units."""
+        # A copy: `revise_layers` changes it, and the model is in the cache.
+        model = nnx.merge(*nnx.split(self.model(mesh)))
+        if has_inner_units(model):  # else only the mesh can vary
+            revise_layers(model, units)
+        return model
+
+    def plan(self, mesh: Degrees, units: UnitSettings) -> ShardPlan:
+        """Returns the plan of the model on a mesh, with other settings of its units."""
+        return js.plan(self.revised(mesh, units), wrt=self.trained)
+
+    @functools.cached_property
+    def remat(self) -> str:
+        """Returns the remat policy of the layers, as annotated."""
+        return self.remat_in(self.plan(_MESH, {}))
+
+    def remat_in(self, plan: ShardPlan) -> str:
+        """Returns the remat policy of the layers in a plan, which is the same for all."""
+        for unit in plan.units:
+            if unit.name in self.layer_names:
+                return unit.remat
+        return NONE
+
+    @functools.cached_property
+    def layer_names(self) -> frozenset[str]:
+        """Returns the paths of the layers that the model has many of."""
+        model = self.model(_MESH)
+        layer_ids = {id(layer) for layer in repeated_layers(model)}
+        return frozenset("/".join(map(str, path)) for path, module in modules(model) if id(module) in layer_ids)
+
+    @functools.cached_property
+    def depths(self) -> Collection[int]:
+        """Returns the numbers of layers that the model has of one kind."""
+        return repeated_layers(self.model(_MESH)).values()
+
+    @property
+    def num_layers(self) -> int:
+        """Returns how many layers the model has; 1 if it has none that are repeated."""
+        return max(sum(self.depths), 1)
+
+    @functools.cached_property
+    def has_sequences(self) -> bool:
+        """Returns whether the examples are sequences of tokens, as long as the recipe has it."""
+        inputs = batch_of(self.model_file, self.recipe, 2).get("inputs")
+        if inputs is None or len(inputs.shape) != 2:
+            return False
+        return inputs.shape[1] == self.recipe.sequence_length and jnp.issubdtype(inputs.dtype, jnp.integer)
+
+    def largest_degree(self, axis: str) -> int:
+        """Returns over how many devices along one of its own axes the model can be split; 1 without such an axis."""
+        try:
+            plan = self.plan((*_MESH, (axis, 2)), {})
+        except FourPartError:  # it refuses the axis
+            return 1
+        sizes = []
+        for leaf in plan.leaves:
+            placement = leaf.placement
+            # Not those that are only stored in parts over it, as every parameter is over `expert` and `context`.
+            if axis in placement.axes:
+                continue
+            for size, entry in zip(placement.shape, placement.spec, strict=False):
+                if axis in axes_of(entry):
+                    sizes.append(size)
+        return min(sizes, default=1)
+
+    # ---- what a device saves for backward
+
+    def saved(self, rows: int, remat: str, axes: Degrees) -> Activations:
+        """Returns the bytes that a device saves: linear, from two traced batch sizes."""
+        low, high = self._low_and_high_rows
+        at_low = self._saved_of_traced(low, remat, axes)
+        at_high = self._saved_of_traced(high, remat, axes)
+        sums = {}
+        for name in ("saved_bytes", "outside_bytes", "offloaded_bytes"):
+            value = getattr(at_low, name)
+            growth = (getattr(at_high, name) - value) // (high - low)
+            sums[name] = max(0, value + (rows - low) * growth)
+        return Activations(**sums)
+
+    @functools.cache  # noqa: B019
+    def _saved_of_traced(self, rows: int, remat: str, axes: Degrees) -> Activations:
+        """Returns the bytes that a device saves for a batch that is traced."""
+        traced = self._arrays(rows, self._unless_annotated(remat), _as_traced(axes))
+        tensor = dict(axes).get(TENSOR, 1)
+        if tensor > 1:
+            traced = over_tensor(traced, traced_degree=_DEGREE, degree=tensor)
+        return summed(traced, self.depths)
+
+    @functools.cache  # noqa: B019
+    def _arrays(self, rows: int, remat: str, axes: Degrees) -> Saved:
+        model = self._traced_model(remat, axes)
+        return saved_arrays(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
+
+    @functools.cached_property
+    def _low_and_high_rows(self) -> tuple[int, int]:
+        """Returns the traced numbers of sequences per device, with which no array looks like a stack of layers."""
+        taken = set()
+        for depth in self.depths:
+            if depth > 1:
+                taken |= {depth, depth - 1}
+        low = 1
+        # Twice as many: the batch has the rows of both devices of the mesh.
+        while not taken.isdisjoint({low, low + 1, 2 * low, 2 * (low + 1)}):
+            low += 1
+        return low, low + 1
+
+    # ---- what a device computes
+
+    def step(self, rows: int, remat: str, axes: Degrees) -> TracedStep:
+        """Returns forward and backward of a microbatch on a device: linear, from two traced batch sizes."""
+        low, high = _STEP_ROWS
+        remat = self._unless_annotated(remat)
+        tensor = dict(axes).get(TENSOR, 1)
+        at_low = self._traced_step(low, remat, _as_traced(axes), tensor)
+        at_high = self._traced_step(high, remat, _as_traced(axes), tensor)
+        return step_for_rows(at_low, at_high, _STEP_ROWS, rows)
+
+    @functools.cache  # noqa: B019
+    def _traced_step(self, rows: int, remat: str, axes: Degrees, tensor: int) -> TracedStep:
+        size_of = None
+        if tensor > 1:
+            size_of = self._size_over_tensor(rows, axes, tensor)
+        model = self._traced_model(remat, axes)
+        return traced_step(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained, size_of=size_of)
+
+    def _size_over_tensor(self, rows: int, axes: Degrees, tensor: int) -> SizeOf:
+        """Returns the bytes of a value that is split over `tensor` as saved values of its form are."""
+        shares: dict[ArrayForm, float] = {}
+        # Under both policies, the results of all products and most other values of a layer are saved.
+        for remat in (NONE, DOTS):
+            for array in self._arrays(rows, self._unless_annotated(remat), axes):
+                item_bytes, shape = array.form
+                shares[array.form] = array.over_tensor
+                if shape and shape[0] in self.depths:
+                    shares[ArrayForm(item_bytes, shape[1:])] = array.over_tensor  # of a layer, in a loop
+        # A product with a matrix that is split is split itself, as is the product that is the matrix's gradient.
+        for shape in _split_over_tensor(self.plan((*_MESH, *axes), {})):
+            for item_bytes in (2, 4):
+                shares[ArrayForm(item_bytes, shape)] = 1.0
+        return functools.partial(size_of_part, shares=shares, degree=tensor)
+
+    # ---- what the model sends over its own axes
+
+    def traffic(self, rows: int, remat: str, axes: Degrees) -> Iterator[ModelTraffic]:
+        """Yields the collectives of the model over its own axes, for a batch."""
+        if not axes:
+            return
+        low, high = self._low_and_high_rows
+        remat = self._unless_annotated(remat)
+        at_low = self._collectives(low, remat, _as_traced(axes))
+        at_high = self._collectives(high, remat, _as_traced(axes))
+        yield from traffic_of_rows(at_low, at_high, (low, high), rows)
+
+    @functools.cache  # noqa: B019
+    def _collectives(self, rows: int, remat: str, axes: Degrees) -> Mapping[ModelCollective, int]:
+        model = self._traced_model(remat, axes)
+        return model_collectives(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
+
+    # ---- for all traces
+
+    def _unless_annotated(self, remat: str) -> str:
+        """Returns a policy; empty if the layers have it anyway, so that one trace serves both."""
+        return "" if remat == self.remat else remat
+
+    def _traced_model(self, remat: str, axes: Degrees) -> nnx.Module:
+        """Returns the model that is traced, under a remat policy."""
+        units: dict[str, bool | str] = {"reshard_after_forward": True}
+        if remat:
+            units["remat"] = remat
+        return self.revised((*_MESH, *axes), units)
+
+    def _batch(self, rows: int, axes: Degrees) -> PyTree:
+        """Returns the shapes of a batch with so many rows for each device of the mesh that is traced."""
+        num_rows = rows * data_shards(dict((*_MESH, *axes)))
+        return batch_of(self.model_file, self.recipe, num_rows)
+
+
+def _split_over_tensor(plan: ShardPlan) -> Iterator[tuple[int, ...]]:
+    """Yields the shapes of a layer's matrices that are split over `tensor`, with their dims in any order."""
+    for leaf in plan.leaves:
+        placement = leaf.placement
+        if TENSOR not in axes_in(placement.spec):
+            continue
+        layer_dims = placement.layer_dims if placement.layers > 1 else 0
+        yield from itertools.permutations(placement.shape[layer_dims:])
+
+
+def _as_traced(axes: Degrees) -> Degrees:
+    """Returns the degrees that are traced in the place of some: of `tensor` and `expert`, one serves for all."""
+    degrees = dict(axes)
+    for axis in (TENSOR, EXPERT):
+        if axis in degrees:
+            degrees[axis] = _DEGREE
+    return tuple(degrees.items())

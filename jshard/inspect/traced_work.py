@@ -1,0 +1,185 @@
+"""The work of a traced program on one device: its products, what its kernels read and write, and what it sends."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jax.extend import core as jex
+
+from jshard.engine.rules.products import flops
+from jshard.engine.rules.values import type_of
+from jshard.inspect.hlo.work import EqualProducts, OpWork
+from jshard.inspect.traced_program import (
+    COLLECTIVES,
+    FUSED,
+    READ,
+    REDUCTION,
+    UPDATE,
+    WINDOW,
+    TracedOp,
+    TracedProgram,
+    TracedValue,
+)
+from jshard.plans.mesh import FSDP, REPLICA
+
+_ATTENTION = "dot_product_attention"  # part of the names of cuDNN's operations
+_IN_PLACE = ("scatter", "scatter-add")
+_NUM_PRODUCTS = 2  # of attention in forward
+_NUM_PRODUCTS_BACKWARD = 5
+_HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+
+_KINDS = {
+    "psum": "all-reduce",
+    "psum2": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "all_to_all": "all-to-all",
+}
+_OF_DATA = frozenset((REPLICA, FSDP))
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelWork:
+    """A kernel, and how often it runs."""
+
+    work: OpWork
+    rounds: int
+    phase: str
+
+
+def kernels(program: TracedProgram, *, rounds: int = 1) -> Iterator[KernelWork]:
+    """Yields the kernels of a program; a reduction of what an earlier one reads is part of that one.
+
+    Args:
+        program: the operations.
+        rounds: how often it runs.
+    """
+    reduced: set[frozenset[TracedValue]] = set()
+    for op in program.ops:
+        for body in op.bodies:
+            yield from kernels(body, rounds=rounds * op.rounds)
+        if not _is_kernel(op):
+            continue
+        reads = frozenset().union(*(operand.reads for operand in op.operands))
+        if op.kind == REDUCTION and reads in reduced:
+            continue
+        reduced.add(reads)
+        yield KernelWork(_work_of(op, reads), rounds, op.phase)
+
+
+def _is_kernel(op: TracedOp) -> bool:
+    """Returns whether an operation is a kernel of its own, and no part of another one."""
+    if op.bodies or op.kind == READ or op.name in COLLECTIVES:
+        return False
+    is_fused = op.kind in (FUSED, WINDOW)
+    return op.is_stored or not is_fused
+
+
+def _work_of(op: TracedOp, reads: frozenset[TracedValue]) -> OpWork:
+    """Returns the work of a kernel; `reads` are the values that it reads from memory."""
+    # The compiler splits a product if it splits an operand or the result.
+    part = min(value.part for value in (*op.operands, *op.results))
+    products = [_part_of(product, part) for product in _products(op)]
+    return OpWork(tuple(products), _traffic_bytes(op, reads))
+
+
+def _part_of(product: EqualProducts, part: float) -> EqualProducts:
+    """Returns a device's part of a product, which has fewer columns."""
+    sizes = product.sizes
+    if sizes:
+        batch, rows, columns, contracted = sizes
+        sizes = (batch, rows, columns * part, contracted)
+    return dataclasses.replace(product, flops=product.flops * part, sizes=sizes)
+
+
+def _traffic_bytes(op: TracedOp, reads: frozenset[TracedValue]) -> float:
+    """Returns what a kernel reads and writes."""
+    if _ATTENTION in op.name:
+        return 0.0  # bound by its products
+    written = sum(result.bytes for result in op.results)
+    if op.kind == UPDATE:
+        update = op.operands[1]
+        return update.bytes + sum(value.bytes for value in update.reads)
+    if op.kind == WINDOW or op.name == "gather":
+        return 2 * written
+    if op.name in _IN_PLACE:
+        return written + 2 * op.operands[2].bytes
+    return written + sum(value.bytes for value in reads)
+
+
+def _products(op: TracedOp) -> Iterator[EqualProducts]:
+    eqn = op.eqn
+    if _ATTENTION in op.name:
+        query, key = (type_of(atom) for atom in eqn.invars[:2])
+        num_products = _NUM_PRODUCTS_BACKWARD if "bwd" in op.name else _NUM_PRODUCTS
+        # Each query with each key.
+        num_flops = num_products * 2.0 * math.prod(query.shape) * key.shape[1]
+        if "CAUSAL" in str(eqn.params.get("mask_type")):
+            num_flops /= 2
+        yield EqualProducts(_dtype(eqn), num_flops, num_products, is_attention=True)
+        return
+    num_flops = flops(eqn)
+    if num_flops:
+        yield EqualProducts(_dtype(eqn), num_flops, sizes=_sizes(eqn))
+
+
+def _dtype(eqn: jex.JaxprEqn) -> str:
+    name = str(type_of(eqn.invars[0]).dtype)
+    return _HLO_DTYPES.get(name, name)
+
+
+def _sizes(eqn: jex.JaxprEqn) -> tuple[float, ...]:
+    """Returns batch, rows, columns and contracted elements of a product; empty for a convolution."""
+    if eqn.primitive.name != "dot_general":
+        return ()
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    left, right = (type_of(atom) for atom in eqn.invars[:2])
+    num_batch = math.prod(left.shape[dim] for dim in batch)
+    num_contracted = math.prod(left.shape[dim] for dim in contracted)
+    rows = math.prod(left.shape) / max(num_batch * num_contracted, 1)
+    columns = math.prod(right.shape) / max(num_batch * num_contracted, 1)
+    return (float(num_batch), rows, columns, float(num_contracted))
+
+
+# ---- what data shards send each other, as for a norm over the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class DataCollective:
+    """A collective of all data shards.
+
+    Attributes:
+        kind: by the name of its instruction.
+        device_bytes: the array on one device.
+        rounds: how often it runs.
+        phase: `forward` or `backward`.
+    """
+
+    kind: str
+    device_bytes: float
+    rounds: int
+    phase: str
+
+    def full_bytes(self, group_size: int) -> float:
+        """Returns the bytes of the whole array; a sum has the same array on each device."""
+        return self.device_bytes if self.kind == "all-reduce" else self.device_bytes * group_size
+
+
+def data_collectives(program: TracedProgram, rounds: int = 1) -> Iterator[DataCollective]:
+    """Yields the collectives of a program over data axes that send neither parameters nor gradients."""
+    for op in program.ops:
+        for body in op.bodies:
+            yield from data_collectives(body, rounds * op.rounds)
+        if op.name not in _KINDS or not _OF_DATA.issuperset(_axes(op)):
+            continue
+        for operand, result in zip(op.operands, op.results, strict=False):
+            if not operand.is_free and not result.is_free:
+                yield DataCollective(_KINDS[op.name], result.bytes, rounds, op.phase)
+
+
+def _axes(op: TracedOp) -> tuple[str, ...]:
+    params = op.eqn.params
+    axes = params["axes"] if "axes" in params else params.get("axis_name", ())
+    if isinstance(axes, str):
+        return (axes,)
+    return tuple(axes)

@@ -1,0 +1,161 @@
+"""The file of published pairs: its form, and that each configuration is one of ours; a small file, planned."""
+
+import json
+
+import pytest
+
+from benchmarks import published, published_pairs
+from benchmarks.ranking import REMATS
+from jshard.cluster.compile import Variant
+from jshard.cluster.costs import Costs
+from jshard.plans.mesh import data_shards
+from jshard.recipes.model_file import load_model_file
+from jshard.recipes.overrides import override
+
+FILE = json.loads(published_pairs.PAIRS.read_text())
+GROUPS = FILE["groups"]
+ENTRIES = published_pairs.read_pairs(published_pairs.PAIRS)
+
+
+def tiny_group(*configurations, **changes):
+    shared = {
+        "id": "lab_tiny",
+        "source": "a table",
+        "framework": "a framework",
+        "cluster": "two H100",
+        "assumed": "nothing",
+        "differs": "nothing known",
+        "model": "llama.py",
+        "recipe": "tiny",
+        "topology": "h100:1x2",
+        "units": {},
+        "assume": {},
+        "settings": ["model.scan=true"],
+    }
+    return {**shared, **changes, "configurations": list(configurations)}
+
+
+def tiny(name, rate, *, fsdp=2, tensor=1, batch=8, **more):
+    measured = {"oom": True} if rate is None else {"tokens_per_s_per_device": rate}
+    return {
+        "id": f"lab_tiny_{name}",
+        "row": "a row",
+        "published": "a figure",
+        "mesh": {"fsdp": fsdp, "tensor": tensor},
+        "settings": [f"batch_size={batch}", "accumulate=1", "model.remat=full"],
+        "knobs": {"remat": "full", "tensor": tensor, "pipe": 1, "microbatch": batch // fsdp},
+        **measured,
+        **more,
+    }
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file of four configurations: one is faster, one ran out of memory, and one cannot be planned."""
+    group = tiny_group(
+        tiny("a", 200.0),
+        tiny("b", 100.0, fsdp=1, tensor=2),
+        tiny("c", None, batch=16),
+        tiny("d", 50.0, differs="three data shards", mesh={"fsdp": 2, "tensor": 3}),
+    )
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps({"groups": [group]}))
+    return path
+
+
+def test_there_are_pairs_of_many_sources():
+    assert len({group["id"].partition("_")[0] for group in GROUPS}) >= 8
+    assert len({entry["id"] for entry in ENTRIES}) == len(ENTRIES)
+    assert sum("oom" in entry for entry in ENTRIES) >= 20
+    for group in GROUPS:
+        assert len(group["configurations"]) >= 2
+        for configuration in group["configurations"]:
+            assert configuration["id"].startswith(group["id"])
+
+
+def test_every_configuration_says_where_it_was_published_and_what_is_assumed():
+    for entry in ENTRIES:
+        assert entry["source"] and entry["row"] and entry["published"] and entry["framework"] and entry["cluster"]
+        assert entry["assumed"] and entry["differs"]
+        assert ("oom" in entry) != ("tokens_per_s_per_device" in entry)
+        devices = {published_pairs.cluster_of(member).topology.num_devices for member in ENTRIES if same(member, entry)}
+        assert len(devices) == 1 or entry["normalised"]
+
+
+def same(entry, other):
+    return entry["group"] == other["group"]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group["id"])
+def test_every_configuration_is_one_of_ours(group):
+    for entry in ENTRIES:
+        if entry["group"] != group["id"]:
+            continue
+        model_file = load_model_file(str(published_pairs._MODELS / entry["model"]))
+        recipe = override(model_file.recipe(entry["recipe"])[1], entry["settings"])
+        num_devices = 1
+        for degree in entry["mesh"].values():
+            num_devices *= degree
+        assert num_devices == published_pairs.cluster_of(entry).topology.num_devices
+        shards = data_shards(entry["mesh"])
+        assert recipe.batch_size % (shards * recipe.accumulate) == 0
+        knobs = entry["knobs"]
+        assert knobs["remat"] in REMATS
+        assert knobs["microbatch"] == recipe.batch_size // recipe.accumulate // shards
+        for axis in ("tensor", "pipe"):
+            assert knobs[axis] == entry["mesh"].get(axis, 1)
+
+
+def test_a_group_says_once_what_its_configurations_share(file):
+    entry = published_pairs.read_pairs(file, "lab_tiny_d")[0]
+    assert entry["settings"] == ["model.scan=true", "batch_size=8", "accumulate=1", "model.remat=full"]
+    assert entry["differs"] == "nothing known; three data shards"
+    assert entry["group"] == "lab_tiny"
+
+
+def test_a_file_is_planned_before_compiling_and_counted(file):
+    result = published.run(quick=False, pairs=file)
+    rates = {entry["id"]: entry["planned_tokens_per_s_per_device"] for entry in result["configurations"]}
+    assert set(rates) == {"lab_tiny_a", "lab_tiny_b", "lab_tiny_c"} and min(rates.values()) > 0
+    assert list(result["refused"]) == ["lab_tiny_d"]
+    said = "\n".join(published.table(result))
+    assert "| **more than 10 % apart** | 1 |" in said
+    assert "2 configurations ran, of which 2 are planned to fit. 1 ran out of memory" in said
+    assert "- lab_tiny_d: " in said and "- a table" in said
+
+
+def test_configurations_share_what_is_traced_and_are_planned_as_alone(tmp_path):
+    settings = ["batch_size=8", "accumulate=2", "model.remat=full"]
+    group = tiny_group(tiny("a", 200.0), tiny("b", 100.0, fsdp=1, tensor=2, settings=settings))
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps({"groups": [group]}))
+    published_pairs._costs.cache_clear()
+    together = published_pairs.plan_pairs(path, by="estimate")["configurations"]
+    assert published_pairs._costs.cache_info().misses == 1
+    entry = together[1]
+    model_file = load_model_file(str(published_pairs._MODELS / entry["model"]))
+    recipe = override(model_file.recipe(entry["recipe"])[1], entry["settings"])
+    costs = Costs(model_file, recipe, published_pairs.cluster_of(entry).machine)
+    alone = costs.of(Variant(name="alone", mesh={"replica": 1, **entry["mesh"]}, units=entry["units"]))
+    assert entry["step_s"] == alone.step_s
+    assert entry["planned_gib"] == alone.memory.step_bytes / 2**30
+
+
+def test_only_some_of_a_file_are_planned(file):
+    result = published.run(quick=False, pairs=file, only="lab_tiny_a")
+    assert [entry["id"] for entry in result["configurations"]] == ["lab_tiny_a"]
+    said = "\n".join(published.table(result))
+    assert "| **more than 10 % apart** | 0 | - | - |" in said
+
+
+def test_compiled_pairs_have_the_time_of_the_compiled_step(file, monkeypatch):
+    asked = []
+
+    def compiled(entry):
+        asked.append(entry["id"])
+        return {"planned_tokens_per_s_per_device": 1.0, "fits": True, "not_in_the_estimate": []}
+
+    monkeypatch.setattr(published_pairs, "_compiled", compiled)
+    result = published.run(quick=False, pairs=file, by="compiled", only="lab_tiny_a,lab_tiny_b")
+    assert asked == ["lab_tiny_a", "lab_tiny_b"]
+    assert "compiled for its cluster" in "\n".join(published.table(result))
