@@ -10,14 +10,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from tests import durations
+from tests import crashes, durations
 from tests.compiling import XLA_FLAGS
 
-# XLA:CPU aborts the process when a thread comes late to a collective, as on a loaded machine.
+# XLA:CPU aborts the process when a thread comes late to a collective, as on a loaded machine. It must not wait for
+# ever, either: there are hangs in it, see crashes.py, and CI has a limit for everything.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
-    + " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
-    + " --xla_cpu_collective_timeout_seconds=1200 "
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=400"
+    + " --xla_cpu_collective_timeout_seconds=400 "
     + XLA_FLAGS
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -85,8 +86,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Records durations in the process that sees all reports: not in a worker of xdist."""
-    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+    """Registers what needs the reports of all tests in the process that has them: not in a worker of xdist."""
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
+        config.pluginmanager.register(crashes.Crashes())
+    if config.getoption("--record-durations") and not is_worker:
         config.pluginmanager.register(durations.Recorder())
     stop_after_s = config.getoption("--stop-after-s")
     if stop_after_s is not None:
