@@ -1,10 +1,10 @@
 """Stored shards: along which dims a parameter is split, its padding, and how a collective is applied to it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -26,33 +26,60 @@ def shard_dim(x: jax.Array, placement: Placement) -> int | None:
     None for an array that is not sharded; also for a row of a stack that is sharded along its layers: the loop has
     taken the row out of the shard.
     """
+    return dim_counted_from_start(placement, x.ndim)
+
+
+def dim_counted_from_start(placement: Placement, ndim: int) -> int | None:
+    """Returns the `shard_dim` of an array of so many dims."""
     # From the end: a stack has further dims in front of the planned ones, and a row of a stack has fewer.
     from_end = placement.dim_from_end
     if from_end is None:
         return None
-    dim = x.ndim + from_end
+    dim = ndim + from_end
     return dim if dim >= 0 else None
 
 
-def with_shard_dim_first(x: jax.Array, placement: Placement) -> jax.Array:
-    """Returns an array whose sharded dim is moved to the front; one that is not sharded as it is.
+@dataclasses.dataclass(frozen=True)
+class HeldOrder:
+    """The order of dims in which barriers and loops hold a gradient that is sharded.
 
-    A reduce-scatter takes parts that are contiguous in memory, and the compiler gives its operand a layout in which
-    they are. Barriers and loops hold arrays in the order of their dims: behind one of them that layout is a copy. With
-    the sharded dim in front the product writes the gradient in the order in which it is sent.
+    They hold arrays in the order of their dims: behind one of them another layout is a copy.
+
+    Attributes:
+        dims: the gradient's dims, as they are held.
     """
-    dim = shard_dim(x, placement)
-    if dim is None:
-        return x
-    return jnp.moveaxis(x, dim, 0)
 
+    dims: tuple[int, ...]
 
-def with_shard_dim_in_place(x: jax.Array, placement: Placement) -> jax.Array:
-    """Returns an array of `with_shard_dim_first` with its dims in their own order."""
-    dim = shard_dim(x, placement)
-    if dim is None:
-        return x
-    return jnp.moveaxis(x, 0, dim)
+    @classmethod
+    def of(cls, placement: Placement, ndim: int, written_dims: tuple[int, ...] | None) -> "HeldOrder":
+        """Returns the order of a gradient.
+
+        Args:
+            placement: how its parameter is stored.
+            ndim: the number of its dims.
+            written_dims: its dims as a product writes them; None if that is not known.
+        """
+        own_order = range(ndim)
+        dim = dim_counted_from_start(placement, ndim)
+        if dim is None:
+            return cls(tuple(own_order))
+        # XLA:CPU has its fast kernels for products as autodiff writes them. Transposed, it would take a slow one: 1.5
+        # times the time, where the parts of an exchange are copied anyway, from any order.
+        if placement.replaces_reduce_scatter and written_dims is not None:
+            return cls(written_dims)
+        # A reduce-scatter takes parts that are contiguous in memory, and the compiler gives its operand a layout in
+        # which they are. With the sharded dim in front the product writes the gradient in the order in which it is
+        # sent.
+        return cls((dim, *[i for i in own_order if i != dim]))
+
+    def held(self, x: jax.Array) -> jax.Array:
+        """Returns a gradient with its dims in this order."""
+        return lax.transpose(x, self.dims)
+
+    def restored(self, x: jax.Array) -> jax.Array:
+        """Returns what `held` has returned, with its dims in their own order."""
+        return lax.transpose(x, tuple(self.dims.index(i) for i in range(len(self.dims))))
 
 
 def num_layer_dims(x: jax.Array, placement: Placement) -> int:

@@ -1,7 +1,7 @@
 """Between processes on CPUs, devices send parts of gradients and sum them: plan, program and audit agree."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -95,3 +95,15 @@ def test_over_inner_axes_one_reduce_scatter_sums_over_all(monkeypatch):
     monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: True)
     plan = js.plan(sharded(CONFIG, js.MixedPrecision(), fsdp=4, expert=2))
     assert {traffic.kind for traffic in traffic_of(plan)} == {"all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_products_of_gradients_are_compiled_as_autodiff_writes_them(monkeypatch, scanned):
+    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: True)
+    config = dataclasses.replace(CONFIG, scanned=scanned, layers=3)
+    model = sharded(config, js.MixedPrecision(), fsdp=8)
+    compiled = grads_of.lower(model, *BATCH).lowered.compile()
+    # Both operands with their contracted dims on the outside: XLA:CPU has no fast kernel for such a product.
+    transposed = "lhs_contracting_dims={0}, rhs_contracting_dims={1}"
+    lines = cast(str, compiled.as_text()).splitlines()
+    assert not [line for line in lines if " dot(" in line and transposed in line]
