@@ -1,6 +1,7 @@
 """Packed files: any reader of safetensors reads them, any box comes out of any pieces, and each is written once."""
 
 import itertools
+import os
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from jshard.checkpoint.packed import file_io
 from jshard.checkpoint.packed import layout as layout_module
 from jshard.checkpoint.packed.file_io import LocalFolder, do_all
 from jshard.checkpoint.packed.file_reads import ChangedError
@@ -41,6 +43,30 @@ def written(folder: Path, leaves, cut):
 
 def inside(box):
     return tuple(slice(*limits) for limits in box)
+
+
+def test_the_disk_begins_to_write_a_file_before_all_of_it_is_there(tmp_path, monkeypatch):
+    begun = []
+    ends = []
+    start = file_io._start_writing
+    flushed = os.fsync
+
+    def starts(file, offset, num_bytes):
+        begun.append((offset, num_bytes))
+        start(file, offset, num_bytes)
+
+    def flushes(file):
+        ends.append(len(begun))
+        flushed(file)
+
+    monkeypatch.setattr(file_io, "_start_writing", starts)
+    monkeypatch.setattr(os, "fsync", flushes)
+    place, _ = written(tmp_path, {"a": drawn("float32", (3, 1 << 20))}, [])
+    size = (tmp_path / "a.safetensors").stat().st_size
+    assert sum(num_bytes for _, num_bytes in begun) == size > 3 * place.part_bytes
+    assert {offset for offset, _ in begun} == set(range(0, size, place.part_bytes))
+    assert ends == [len(begun)]
+    start(-1, 0, 1)  # a file that it cannot be asked of is left to `os.fsync`
 
 
 def test_any_reader_of_safetensors_reads_every_piece(tmp_path):

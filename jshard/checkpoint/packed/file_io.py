@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import ctypes
 import errno
 import functools
@@ -93,7 +94,10 @@ class LocalFolder:
             os.close(file)
 
     def _write_part(self, file: int, number: int, part: Callable[[], list[memoryview]]) -> None:
-        _move_all(os.pwritev, file, number * self.part_bytes, part())
+        views = part()
+        offset = number * self.part_bytes
+        _move_all(os.pwritev, file, offset, views)
+        _start_writing(file, offset, sum(view.nbytes for view in views))
 
     def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """See `FileSource.read`."""
@@ -158,6 +162,20 @@ def _allocate(file: int, num_bytes: int) -> None:
             raise OSError(code, os.strerror(code))
         # Not supported there: the file has its size, and no space.
         os.truncate(file, num_bytes)
+
+
+_SYNC_FILE_RANGE_WRITE = 2  # of sync_file_range(2)
+
+
+def _start_writing(file: int, offset: int, num_bytes: int) -> None:
+    """Asks the system to begin to write a part of a file to the disk, where it can: it would begin at the end.
+
+    It only begins: what is on the disk says `os.fsync`.
+    """
+    with contextlib.suppress(AttributeError):  # other C libraries and systems do not have it
+        # `off_t` is a long, as in `_allocate`. What it returns does not matter: an error shows in `os.fsync`.
+        start = ctypes.CDLL(None).sync_file_range
+        start(file, ctypes.c_long(offset), ctypes.c_long(num_bytes), _SYNC_FILE_RANGE_WRITE)
 
 
 def _move_all(call: Callable[..., int], file: int, offset: int, views: Sequence[memoryview]) -> None:
