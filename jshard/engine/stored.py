@@ -64,8 +64,8 @@ class HeldOrder:
         dim = dim_counted_from_start(placement, ndim)
         if dim is None:
             return cls(tuple(own_order))
-        # XLA:CPU has fast kernels for products as autodiff writes them. It would fold the transpose into the product, and
-        # take a slow one. The parts of an exchange are copied in any case, from any order.
+        # XLA:CPU has fast kernels for products as autodiff writes them. It would fold the transpose into the product,
+        # and take a slow one. The parts of an exchange are copied in any case, from any order.
         if placement.replaces_reduce_scatter and written_dims is not None:
             return cls(written_dims)
         # A reduce-scatter takes parts that are contiguous in memory, and the compiler gives its operand a layout in
