@@ -3,6 +3,9 @@
 The runs are in expert_runs.json: model, cluster, batch, the mesh of the run, and the source. What a source does not
 say, remat and microbatches for instance, is the best of a search on that mesh. The other search is free in all axes.
 Both are estimates of jshard's program on a mesh, not of the one that the experts ran.
+
+The CPU time and the memory of a search are those of its process. For figures of each run, make a report of each, with
+`--only ID --out DIR`, and merge these.
 """
 
 from __future__ import annotations
@@ -11,13 +14,12 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jshard as js
 from benchmarks.tables import markdown_table
-from jshard._text import duration
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.layouts import free_axes
 from jshard.cluster.machine import PlannedCluster, parse_known
@@ -62,11 +64,12 @@ def _searched(requested: Run) -> dict[str, Any]:
     known = parse_known([f"{name}={value}" for name, value in requested.get("assume", {}).items()])
     model_file = load_model_file(_MODELS / requested["model"])
     _, recipe = model_file.recipe(requested["recipe"])
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     with traced_for_device(topology.device):
         costs = Costs(model_file, override(recipe, requested["settings"]), PlannedCluster(topology, known).machine)
         free = search(costs, _mesh(topology.num_devices), free=free_axes({}))
-        search_s = time.monotonic() - begin_s
+        cpu_s = time.process_time() - begin_s
+        peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         experts_mesh = _mesh(topology.num_devices, **requested["mesh"])
         experts = search(costs, experts_mesh, free=())
     return {
@@ -79,8 +82,8 @@ def _searched(requested: Run) -> dict[str, Any]:
         "auto": _record(_best(free)),
         "why": why_lost(_best(experts), _best(free)),
         "considered": len(free.considered),
-        "search_s": search_s,
-        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "cpu_s": cpu_s,
+        "peak_gib": peak_bytes / 2**30,
     }
 
 
@@ -104,6 +107,16 @@ def _record(cost: Cost) -> dict[str, Any]:
     }
 
 
+def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns one report from those of some runs each, in their order; a later one replaces equal runs."""
+    runs = {}
+    for report in reports:
+        for each in report["runs"]:
+            runs[each["id"]] = each
+    loads = [report["load_per_core_before"] for report in reports]
+    return {**reports[-1], "runs": list(runs.values()), "load_per_core_before": max(loads)}
+
+
 def table(result: dict[str, Any]) -> list[str]:
     """The runs, with both choices and both estimates."""
     runs = result["runs"]
@@ -119,17 +132,21 @@ def table(result: dict[str, Any]) -> list[str]:
         f"The search's choice is slower in {len(slower)} of {len(runs)} runs. {', '.join(slower)}".strip(),
         "",
         *markdown_table(
-            ["run", "configurations", "search", "what differs from the run that was published"],
-            [[each["id"], str(each["considered"]), duration(each["search_s"]), each["differs"]] for each in runs],
+            ["run", "configurations", "CPU, s", "peak, GiB", "what differs from the run that was published"],
+            map(_cells_of_search, runs),
             num_words=1,
         ),
         "",
-        f"The process held at most {max(each['peak_rss_gib'] for each in runs):.1f} GiB.",
+        "`CPU`: of the search over all axes, on all cores together. `peak`: the resident memory of its process then.",
         "",
         "Sources:",
         "",
         *(f"- {each['id']}: {each['source']}" for each in runs),
     ]
+
+
+def _cells_of_search(each: Run) -> list[str]:
+    return [each["id"], str(each["considered"]), f"{each['cpu_s']:.0f}", f"{each['peak_gib']:.2f}", each["differs"]]
 
 
 def _cells(each: Run) -> list[str]:

@@ -12,7 +12,9 @@ from jshard.api.fully_shard import leaves_of
 from jshard.errors import AnnotationError
 from jshard.linen.annotated_class import revised_linen
 from jshard.plans import checks
-from jshard.plans.plan import make_plan, record_of
+from jshard.plans.placement import Selection
+from jshard.plans.plan import ShardPlan, make_plan, record_of, with_units
+from jshard.plans.plan import plan as make_plan_of
 from jshard.plans.policies import Fallback, MixedPrecision, UnitPolicy
 from jshard.plans.remat import Remat
 from jshard.plans.stages import Stages
@@ -186,6 +188,17 @@ def revise_layers(model: nnx.Module, settings: SettingsByName) -> None:
     that is never gathered.
     """
     _check_layer_settings(model, settings)
+    _store(model, _with_other_layers(model, settings), dtypes_change=False)
+
+
+def plan_of_layers(model: nnx.Module, settings: SettingsByName, *, wrt: Selection = nnx.Param) -> ShardPlan:
+    """Returns the plan that a model has after `revise_layers`; the model stays as it is."""
+    _check_layer_settings(model, settings)
+    return with_units(make_plan_of(model, wrt=wrt), _with_other_layers(model, settings))
+
+
+def _with_other_layers(model: nnx.Module, settings: SettingsByName) -> dict[Path, Unit]:
+    """Returns the records of a model's units, with the settings where they apply."""
     layers = set(map(id, repeated_layers(model)))
     records: dict[Path, Unit] = {}
     for path, module in nested_units(model):
@@ -195,7 +208,7 @@ def revise_layers(model: nnx.Module, settings: SettingsByName) -> None:
         if record.placement.gathered and not is_root:
             record = _changed_policy(record, settings, is_layer=id(module) in layers)
         records[path] = record
-    _store(model, records, dtypes_change=False)
+    return records
 
 
 def _changed_policy(record: Unit, settings: SettingsByName, *, is_layer: bool) -> Unit:

@@ -13,14 +13,16 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import optax
 
 import jshard as js
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import Variant
 from jshard.cluster.machine import Machine
-from jshard.cluster.model_costs import KernelTimes, kernel_times
-from jshard.cluster.model_traces import Degrees, ModelTraces, Settings
+from jshard.cluster.model_costs import KernelTimes, ModelTraffic, kernel_times
+from jshard.cluster.model_traces import Degrees, ModelTraces, Settings, alike
 from jshard.cluster.predicted_stages import (
     check_divides,
     compute_factor,
@@ -29,15 +31,15 @@ from jshard.cluster.predicted_stages import (
     with_predicted_stages,
 )
 from jshard.engine.chosen_remat import chosen_for, with_chosen_remats
-from jshard.inspect.activations import saved_arrays
+from jshard.inspect.activations import Activations, saved_arrays
 from jshard.inspect.communication import FORWARD, unit_traffic
 from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.memory import Memory, kept_bytes, memory_of
 from jshard.inspect.partitioned import MODEL_AXES
 from jshard.inspect.plan_tables import folded_units
 from jshard.inspect.staged_memory import stages_memory
-from jshard.inspect.traced_step import TracedStep
-from jshard.plans.mesh import FSDP, PIPE, REPLICA, data_shards
+from jshard.inspect.traced_work import DataCollective
+from jshard.plans.mesh import FSDP, PIPE, REPLICA, AnyMesh, data_shards
 from jshard.plans.plan import ShardPlan, UnitPlan
 from jshard.plans.remat import AUTO, NONE
 from jshard.plans.stages import Stages
@@ -111,6 +113,16 @@ class _PlannedModel:
     collectives: tuple[Collectives, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Microbatch:
+    """What a microbatch takes on a device, but for what depends on the mesh."""
+
+    saved: Activations
+    times: KernelTimes
+    over_model_axes: tuple[ModelTraffic, ...]
+    between_data_shards: tuple[DataCollective, ...]
+
+
 class Costs:
     """Estimates for configurations of one recipe on one machine; their common parts are traced once."""
 
@@ -141,8 +153,8 @@ class Costs:
             AnnotationError: the model cannot be annotated on its mesh.
             CallError: the recipe has too few microbatches for the stages of its mesh.
         """
-        recipe = override(self.recipe, variant.settings)
-        check_batch(recipe, js.mesh(**variant.mesh, devices=self.machine.num_devices))
+        recipe = self._recipe(variant.settings)
+        check_batch(recipe, self._mesh(tuple(variant.mesh.items())))
         requested = variant
         variant = self._settled(variant)
         planned = self._planned(tuple(variant.mesh.items()), tuple(variant.units.items()), recipe.stages)
@@ -152,20 +164,19 @@ class Costs:
 
         remat = _remat_setting(variant)
         axes = _model_axes(variant)
-        step = self.traces.step(rows, remat, axes)
-        saved = self.traces.saved(rows, remat, axes)
-        saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + planned.kept_bytes, live=step.live)
+        computed = self._computed(rows, remat, alike(axes))
+        saved = dataclasses.replace(computed.saved, saved_bytes=computed.saved.saved_bytes + planned.kept_bytes)
         memory = planned.memory.with_activations(saved, num_microbatches=recipe.accumulate)
         memory = dataclasses.replace(memory, stages=stages_memory(plan))
 
         collectives = [
             *planned.collectives,
             *_between_places(plan, recipe.stages, self.machine.assumptions),
-            *self._over_model_axes(plan, rows, remat, axes),
+            *self._over_model_axes(plan, computed.over_model_axes),
             *self._copies_of_activations(memory),
-            *self._between_data_shards(plan, step),
+            *self._between_data_shards(plan, computed.between_data_shards),
         ]
-        times = kernel_times(step.kernels, self.machine.assumptions)
+        times = computed.times
         work = self._work(plan, recipe, times)
         phases_s = _phases_s(work.microbatches_s / recipe.accumulate, times)
         overlap = _overlap(collectives, phases_s, self.machine.assumptions.contention)
@@ -226,11 +237,41 @@ class Costs:
     # ---- what is planned
 
     @functools.cache  # noqa: B019  (a command makes one `Costs`)
+    def _recipe(self, settings: tuple[str, ...]) -> Recipe:
+        return override(self.recipe, settings)
+
+    @functools.cache  # noqa: B019
+    def _mesh(self, mesh: Degrees) -> AnyMesh:
+        return js.mesh(**dict(mesh), devices=self.machine.num_devices)
+
+    @functools.cached_property
+    def _optimizer(self) -> optax.GradientTransformation:
+        return self.recipe.optimizer()
+
+    @functools.cache  # noqa: B019
+    def _computed(self, rows: int, remat: str, axes: Degrees) -> _Microbatch:
+        """Returns what a microbatch takes, whichever mesh has its devices.
+
+        Args:
+            rows: sequences of a device.
+            remat: the policy of the layers.
+            axes: degrees that are alike for it, as `alike` returns them.
+        """
+        step = self.traces.step(rows, remat, axes)
+        saved = self.traces.saved(rows, remat, axes)
+        return _Microbatch(
+            saved=dataclasses.replace(saved, live=step.live),
+            times=kernel_times(step.kernels, self.machine.assumptions),
+            over_model_axes=tuple(self.traces.traffic(rows, remat, axes)),
+            between_data_shards=step.collectives,
+        )
+
+    @functools.cache  # noqa: B019
     def _planned(self, mesh: Degrees, units: Settings, stages: Stages | None = None) -> _PlannedModel:
         layers = self.traces.layer_names
-        plan = self.traces.plan(mesh, dict(units))
+        plan = self.traces.plan(mesh, units)
         plan = with_predicted_stages(plan, layers, stages or self.recipe.stages)
-        memory = with_averages(memory_of(plan, optimizer=self.recipe.optimizer()), plan, self.recipe)
+        memory = with_averages(memory_of(plan, optimizer=self._optimizer), plan, self.recipe)
         # Of the layers only; the traced step contains the other units' copies, but none of the layers.
         layers_kept_bytes = 0
         for unit in plan.units:
@@ -239,9 +280,9 @@ class Costs:
         collectives = tuple(_collectives(plan, self.machine.assumptions))
         return _PlannedModel(plan, memory, layers_kept_bytes, collectives)
 
-    def _over_model_axes(self, plan: ShardPlan, rows: int, remat: str, axes: Degrees) -> Iterator[Collectives]:
-        """Yields the collectives of the model over its own axes, for a batch of so many rows for each device."""
-        for traffic in self.traces.traffic(rows, remat, axes):
+    def _over_model_axes(self, plan: ShardPlan, sent: Iterable[ModelTraffic]) -> Iterator[Collectives]:
+        """Yields the collectives of the model over its own axes."""
+        for traffic in sent:
             each_s = traffic.seconds(dict(plan.mesh), self.machine.assumptions)
             # The next operation needs the result. Only what goes round a ring is sent beside the computation.
             is_alone = traffic.kind != "collective-permute"
@@ -261,12 +302,12 @@ class Costs:
             update_s=self._update_s(plan),
         )
 
-    def _between_data_shards(self, plan: ShardPlan, step: TracedStep) -> Iterator[Collectives]:
+    def _between_data_shards(self, plan: ShardPlan, all_sent: Iterable[DataCollective]) -> Iterator[Collectives]:
         """Yields what the model itself sends between data shards, as for a norm over the batch."""
         group = group_along(dict(plan.mesh), (REPLICA, FSDP))
         if len(group) == 1:
             return
-        for sent in step.collectives:
+        for sent in all_sent:
             each_s = self.machine.assumptions.transfer_s(sent.kind, sent.full_bytes(len(group)), group)
             # The next operation needs the result.
             yield Collectives(sent.phase, sent.rounds, each_s, is_alone=True)
@@ -299,7 +340,7 @@ class Costs:
         """Returns the bytes of a layer's input for the examples of a device: what full remat saves of each layer."""
         if variant.mesh.get(PIPE, 1) == 1:
             return 0.0  # it is sent nowhere, and would be one more trace
-        saved = self.traces.saved(rows, "full", _model_axes(variant))
+        saved = self.traces.saved(rows, "full", alike(_model_axes(variant)))
         of_layers_bytes = max(saved.saved_bytes - saved.outside_bytes, 0)
         return of_layers_bytes / self.traces.num_layers
 

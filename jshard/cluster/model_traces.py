@@ -17,14 +17,14 @@ from flax import nnx
 
 import jshard as js
 from jshard._types import PyTree
-from jshard.api.revise import has_inner_units, repeated_layers, revise_layers
+from jshard.api.revise import has_inner_units, plan_of_layers, repeated_layers, revise_layers
 from jshard.cluster.compile import UnitSettings
 from jshard.cluster.model_costs import ModelTraffic, traffic_of_rows
 from jshard.errors import FourPartError
 from jshard.inspect.activations import Activations, Saved, over_tensor, saved_arrays, size_of_part, summed
 from jshard.inspect.partitioned import ArrayForm, ModelCollective, model_collectives
 from jshard.inspect.traced_program import SizeOf
-from jshard.inspect.traced_step import TracedStep, step_for_rows, traced_step
+from jshard.inspect.traced_step import TracedGradient, TracedStep, step_for_rows, traced_gradient
 from jshard.plans.mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
 from jshard.plans.model_axes import axes_in, axes_of
 from jshard.plans.placement import Selection
@@ -43,9 +43,10 @@ _MESH: Degrees = ((REPLICA, 1), (FSDP, 2))  # the smallest mesh with sharded par
 # The degree of `tensor` that is traced for all: an array has as many parts, or is whole. And that of `expert`: a device
 # has as many tokens, and sends as many, with any number of devices along it.
 _DEGREE = 2
-# Sequences per device of the steps that are traced: so many that what does not grow with them is little; they divide as
-# those of real batches do, and are the size of no other dim.
-_STEP_ROWS = (72, 144)
+# Sequences per device that are traced: so many that what does not grow with them is little; they divide as those of
+# real batches do, and are the size of no other dim. All traces are of these, so that some serve several figures.
+_FEWEST_ROWS = 72
+_MORE_ROWS = 8
 
 
 class ModelTraces:
@@ -81,14 +82,18 @@ class ModelTraces:
             revise_layers(model, units)
         return model
 
-    def plan(self, mesh: Degrees, units: UnitSettings) -> ShardPlan:
+    @functools.cache  # noqa: B019
+    def plan(self, mesh: Degrees, units: Settings) -> ShardPlan:
         """Returns the plan of the model on a mesh, with other settings of its units."""
-        return js.plan(self.revised(mesh, units), wrt=self.trained)
+        model = self.model(mesh)
+        if not has_inner_units(model):  # only the mesh can vary
+            return js.plan(model, wrt=self.trained)
+        return plan_of_layers(model, dict(units), wrt=self.trained)
 
     @functools.cached_property
     def remat(self) -> str:
         """Returns the remat policy of the layers, as annotated."""
-        return self.remat_in(self.plan(_MESH, {}))
+        return self.remat_in(self.plan(_MESH, ()))
 
     def remat_in(self, plan: ShardPlan) -> str:
         """Returns the remat policy of the layers in a plan, which is the same for all."""
@@ -125,7 +130,7 @@ class ModelTraces:
     def largest_degree(self, axis: str) -> int:
         """Returns over how many devices along one of its own axes the model can be split; 1 without such an axis."""
         try:
-            plan = self.plan((*_MESH, (axis, 2)), {})
+            plan = self.plan((*_MESH, (axis, 2)), ())
         except FourPartError:  # it refuses the axis
             return 1
         sizes = []
@@ -141,6 +146,7 @@ class ModelTraces:
 
     # ---- what a device saves for backward
 
+    @functools.cache  # noqa: B019
     def saved(self, rows: int, remat: str, axes: Degrees) -> Activations:
         """Returns the bytes that a device saves: linear, from two traced batch sizes."""
         low, high = self._low_and_high_rows
@@ -174,30 +180,35 @@ class ModelTraces:
         for depth in self.depths:
             if depth > 1:
                 taken |= {depth, depth - 1}
-        low = 1
-        # Twice as many: the batch has the rows of both devices of the mesh.
-        while not taken.isdisjoint({low, low + 1, 2 * low, 2 * (low + 1)}):
-            low += 1
-        return low, low + 1
+        low = _FEWEST_ROWS
+        # Twice as many, and four times: the batch has the rows of both devices of the mesh.
+        while not taken.isdisjoint({low, 2 * low, 4 * low}):
+            low += _MORE_ROWS
+        return low, 2 * low
 
     # ---- what a device computes
 
     def step(self, rows: int, remat: str, axes: Degrees) -> TracedStep:
         """Returns forward and backward of a microbatch on a device: linear, from two traced batch sizes."""
-        low, high = _STEP_ROWS
+        low, high = self._low_and_high_rows
         remat = self._unless_annotated(remat)
         tensor = dict(axes).get(TENSOR, 1)
         at_low = self._traced_step(low, remat, _as_traced(axes), tensor)
         at_high = self._traced_step(high, remat, _as_traced(axes), tensor)
-        return step_for_rows(at_low, at_high, _STEP_ROWS, rows)
+        return step_for_rows(at_low, at_high, (low, high), rows)
 
     @functools.cache  # noqa: B019
     def _traced_step(self, rows: int, remat: str, axes: Degrees, tensor: int) -> TracedStep:
         size_of = None
         if tensor > 1:
             size_of = self._size_over_tensor(rows, axes, tensor)
+        return self._gradient(rows, remat, axes).step(size_of)
+
+    @functools.cache  # noqa: B019
+    def _gradient(self, rows: int, remat: str, axes: Degrees) -> TracedGradient:
+        """Returns the trace of a step, which serves all degrees of `tensor`."""
         model = self._traced_model(remat, axes)
-        return traced_step(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained, size_of=size_of)
+        return traced_gradient(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
 
     def _size_over_tensor(self, rows: int, axes: Degrees, tensor: int) -> SizeOf:
         """Returns the bytes of a value that is split over `tensor` as saved values of its form are."""
@@ -210,7 +221,7 @@ class ModelTraces:
                 if shape and shape[0] in self.depths:
                     shares[ArrayForm(item_bytes, shape[1:])] = array.over_tensor  # of a layer, in a loop
         # A product with a matrix that is split is split itself, as is the product that is the matrix's gradient.
-        for shape in _split_over_tensor(self.plan((*_MESH, *axes), {})):
+        for shape in _split_over_tensor(self.plan((*_MESH, *axes), ())):
             for item_bytes in (2, 4):
                 shares[ArrayForm(item_bytes, shape)] = 1.0
         return functools.partial(size_of_part, shares=shares, degree=tensor)
@@ -259,6 +270,11 @@ def _split_over_tensor(plan: ShardPlan) -> Iterator[tuple[int, ...]]:
             continue
         layer_dims = placement.layer_dims if placement.layers > 1 else 0
         yield from itertools.permutations(placement.shape[layer_dims:])
+
+
+def alike(axes: Degrees) -> Degrees:
+    """Returns degrees for which a device saves, computes and sends the same: any number of devices along `expert`."""
+    return tuple((axis, _DEGREE if axis == EXPERT else degree) for axis, degree in axes)
 
 
 def _as_traced(axes: Degrees) -> Degrees:

@@ -102,13 +102,27 @@ def search(costs: Costs, mesh: Mapping[str, int], *, free: Collection[str] = DAT
 
     first = []
     for layout in layers_split:
-        cost = candidates.fastest_fitting(_few_configurations(costs, layout))
+        cost = _first_of(candidates, costs, layout)
         if cost is not None:
             first.append(cost)
-    first.sort(key=lambda cost: cost.step_s)
+    first.sort(key=_step_s)
     for cost in first[:_REFINED]:
         candidates.add(_configurations(costs, cost.variant.mesh))
     return candidates.result()
+
+
+def _first_of(candidates: _Candidates, costs: Costs, layout: Mapping[str, int]) -> Cost | None:
+    """Estimates few configurations of a mesh; returns the fastest of those that fit, or None.
+
+    What is recomputed holds least. If none of that fits, nothing else is estimated.
+    """
+    full = candidates.fastest_fitting(_few_configurations(costs, layout, "full"))
+    if full is None:
+        return None
+    none = candidates.fastest_fitting(_few_configurations(costs, layout, "none"))
+    if none is None:
+        return full
+    return min(none, full, key=_step_s)
 
 
 class _Candidates:
@@ -134,7 +148,7 @@ class _Candidates:
             cost = self._cost_of(variant)
             if cost is not None and self._fits(cost):
                 fitting.append(cost)
-        return min(fitting, key=lambda cost: cost.step_s, default=None)
+        return min(fitting, key=_step_s, default=None)
 
     def result(self) -> Search:
         """Returns all that were estimated, ranked."""
@@ -197,14 +211,14 @@ def _configurations(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
             yield _variant(costs, mesh, count, reshard, remat, in_flight)
 
 
-def _few_configurations(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
-    """Yields the configurations of a mesh that say most of it.
+def _few_configurations(costs: Costs, mesh: Mapping[str, int], remat: str) -> Iterator[Variant]:
+    """Yields the configurations of a mesh, under a remat policy, that say most of it.
 
     Fewer microbatches send less, and hold more. So there are the fewest, the most, and some between.
     """
     microbatches = _microbatches(costs.recipe.batch_size, data_shards(mesh))
     some = sorted({*microbatches[:1], *microbatches[-2:], *microbatches[len(microbatches) // 2 :][:1]})
-    for count, remat in itertools.product(some, ("none", "full")):
+    for count in some:
         in_flight = _stage_microbatches(costs, mesh, count)
         for number in dict.fromkeys((in_flight[0], in_flight[-1])):
             yield _variant(costs, mesh, count, True, remat, number)
@@ -311,13 +325,17 @@ def _name_of(mesh: Mapping[str, int], units: UnitSettings, microbatches: int) ->
 
 def _ranked(costs: Sequence[Cost]) -> Iterator[Cost]:
     """Yields the fastest first; configurations of equal time are sorted by memory."""
-    rest = sorted(costs, key=lambda cost: cost.step_s)
+    rest = sorted(costs, key=_step_s)
     while rest:
         # Equal to the fastest that is left, not to one another: else a long row of small steps would all be equal.
         limit_s = (1 + _EQUAL) * rest[0].step_s
         equal = [cost for cost in rest if cost.step_s <= limit_s]
         yield from sorted(equal, key=_step_bytes)
         rest = rest[len(equal) :]
+
+
+def _step_s(cost: Cost) -> float:
+    return cost.step_s
 
 
 def _step_bytes(cost: Cost) -> int:

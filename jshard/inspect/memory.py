@@ -1,8 +1,9 @@
 """The memory of a plan: bytes on one device, before anything is compiled."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jshard.plans.model_axes import degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.state_places import StatePlaces
+from jshard.plans.units import Path
 
 _STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # added by nnx.Optimizer
 _KEY_BYTES = 8  # of a random key
@@ -325,7 +327,7 @@ def optimizer_bytes(plan: ShardPlan, optimizer: AnyOptimizer | None = None) -> O
     if isinstance(optimizer, nnx.Optimizer):
         state = nnx.state(optimizer)
     else:
-        state = {"opt_state": jax.eval_shape(optimizer.init, _abstract_parameters(plan)), "step": _STEP}
+        state = {"opt_state": _abstract_state(optimizer.init, _forms_of_trained(plan)), "step": _STEP}
     places = StatePlaces(plan)
     on_device = 0
     on_host = 0
@@ -338,14 +340,34 @@ def optimizer_bytes(plan: ShardPlan, optimizer: AnyOptimizer | None = None) -> O
     return OptimizerBytes(on_device, on_host, origin)
 
 
-def _abstract_parameters(plan: ShardPlan) -> nnx.State:
-    """Returns the trained parameters as from `nnx.state(model, nnx.Param)`, so masks over paths and types work."""
-    params = []
+class _Form(NamedTuple):
+    """A parameter as an optimizer sees it."""
+
+    keys: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _forms_of_trained(plan: ShardPlan) -> tuple[_Form, ...]:
+    """Returns the forms of the trained parameters, which are the same on every mesh."""
+    forms = []
     for leaf in plan.leaves:
         if leaf.trained:
-            array = jax.ShapeDtypeStruct(leaf.placement.shape, jnp.dtype(leaf.placement.dtype))
-            params.append((leaf.keys[0], nnx.Param(array)))
-    return nnx.from_flat_state(params)
+            forms.append(_Form(leaf.keys[0], leaf.placement.shape, leaf.placement.dtype))
+    return tuple(forms)
+
+
+@functools.lru_cache(maxsize=4)  # a search asks for one state on many meshes
+def _abstract_state(init: Callable[[PyTree], PyTree], forms: tuple[_Form, ...]) -> PyTree:
+    """Returns the state of an optimizer.
+
+    Its parameters are as from `nnx.state(model, nnx.Param)`, so that masks over paths and types work.
+    """
+    params = []
+    for form in forms:
+        array = jax.ShapeDtypeStruct(form.shape, jnp.dtype(form.dtype))
+        params.append((form.keys, nnx.Param(array)))
+    return jax.eval_shape(init, nnx.from_flat_state(params))
 
 
 def _is_on_host(path: KeyPath, array: jax.Array | jax.ShapeDtypeStruct, places: StatePlaces) -> bool:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend import core as jex
 
 from jshard._types import PyTree
 from jshard.engine.context import shapes_only, without_update
 from jshard.inspect.hlo.work import EqualProducts, OpWork
 from jshard.inspect.live_values import LiveBytes, live_bytes
 from jshard.inspect.traced_loss import loss_of_parameters
-from jshard.inspect.traced_program import SizeOf, TracedProgram, program_of
+from jshard.inspect.traced_program import SizeOf, program_of
 from jshard.inspect.traced_work import DataCollective, KernelWork, data_collectives, kernels
 from jshard.plans.mesh import region_degree
 from jshard.plans.placement import Selection
@@ -46,13 +47,37 @@ def traced_step(
         wrt: the parameters that are trained.
         size_of: the bytes of a value on one device; those of its type in a region by default.
     """
-    program = _program(model, loss, batch, wrt, size_of)
-    return TracedStep(live_bytes(program), tuple(kernels(program)), tuple(data_collectives(program)))
+    return traced_gradient(model, loss, batch, wrt=wrt).step(size_of)
 
 
-def _program(
-    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, wrt: Selection, size_of: SizeOf | None
-) -> TracedProgram:
+@dataclasses.dataclass(frozen=True)
+class TracedGradient:
+    """A trace of a loss and its gradient, of which steps with values of several sizes can be made."""
+
+    jaxpr: jex.Jaxpr
+    num_parameters: int  # inputs that are parameters, or other state; they are the first
+    num_shards: int  # of a value outside of sharded regions
+
+    def step(self, size_of: SizeOf | None = None) -> TracedStep:
+        """Returns what it takes on one device.
+
+        Args:
+            size_of: the bytes of a value on one device; those of its type in a region by default.
+        """
+        program = program_of(
+            self.jaxpr,
+            parameters=[place < self.num_parameters for place in range(len(self.jaxpr.invars))],
+            gradients=[place > 0 for place in range(len(self.jaxpr.outvars))],
+            num_shards=self.num_shards,
+            size_of=size_of,
+        )
+        return TracedStep(live_bytes(program), tuple(kernels(program)), tuple(data_collectives(program)))
+
+
+def traced_gradient(
+    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Selection = nnx.Param
+) -> TracedGradient:
+    """Traces the loss of a model and its gradient; the arguments are those of `traced_step`."""
     unit = unit_of(model)
     if unit is None:
         raise root_forgotten(model)
@@ -72,13 +97,7 @@ def _program(
     params, rest, _ = arguments
     # State that is not trained, such as running averages, is counted as held, too.
     num_parameters = len(jax.tree.leaves((params, rest)))
-    return program_of(
-        jaxpr,
-        parameters=[place < num_parameters for place in range(len(jaxpr.invars))],
-        gradients=[place > 0 for place in range(len(jaxpr.outvars))],
-        num_shards=region_degree(unit.mesh),
-        size_of=size_of,
-    )
+    return TracedGradient(jaxpr, num_parameters, region_degree(unit.mesh))
 
 
 # ---- other batches

@@ -84,7 +84,9 @@ def _on_one_device(*arrays: jax.Array, settings: RingSettings) -> list[jax.Array
 
 
 def _result_types(*types: ShapedArray, settings: RingSettings) -> list[ShapedArray]:
-    run = functools.partial(_on_one_device, settings=settings)
+    # All queries at once: of a long sequence in many parts, the trace would be long, and its types the same.
+    num_queries = types[0].shape[1]
+    run = functools.partial(_on_one_device, settings=settings._replace(queries_at_once=num_queries))
     return jax.make_jaxpr(run)(*types).out_avals
 
 

@@ -272,6 +272,16 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
     return ShardPlan(degrees, _unit_plans(units), tuple(planned))
 
 
+def with_units(plan: ShardPlan, units: Mapping[Path, Unit]) -> ShardPlan:
+    """Returns a plan for other settings of its units; where parameters are does not depend on them.
+
+    Args:
+        plan: of a model.
+        units: the records of its units by path, the root, `()`, first.
+    """
+    return dataclasses.replace(plan, units=_unit_plans(units))
+
+
 def _planned_leaf(path: Path, leaf: Leaf, units: Mapping[Path, Unit], names: Mapping[Path, str]) -> LeafPlan:
     """Returns the plan of one parameter; raises if it cannot be placed."""
     owner = _owner(leaf.around)

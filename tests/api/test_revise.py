@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.revise import revise_layers
+from jshard.api.revise import plan_of_layers, revise_layers
 from jshard.engine.context import plain_flax
 from jshard.errors import AnnotationError, ShardingError
 from jshard.recipes.building import abstract_model
@@ -44,6 +44,16 @@ def test_remat_and_resharding_go_to_the_layers_and_prefetch_to_all_units():
     assert (found["head"].remat, found["head"].reshard_after_forward, found["head"].prefetch) == ("auto", False, "2")
     assert (found["(root)"].remat, found["(root)"].prefetch) == ("none", "1")
     assert js.plan(model).leaves == before.leaves
+
+
+@pytest.mark.parametrize("settings", [{"remat": "full"}, {"reshard_after_forward": False, "prefetch": 2}])
+def test_the_plan_of_other_layers_is_that_of_a_revised_model(settings):
+    model = abstract(Config(), js.mesh())
+    before = js.plan(model)
+    found = plan_of_layers(model, settings)
+    assert found != before and js.plan(model) == before
+    revise_layers(model, settings)
+    assert found == js.plan(model)
 
 
 def test_a_stack_of_layers_is_a_layer():

@@ -30,3 +30,15 @@ def test_a_report_has_both_choices():
     assert row["auto"]["step_s"] <= 1.002 * row["experts"]["step_s"]
     text = "\n".join(experts.table(result))
     assert "titan_8b_8" in text and "The search's choice is slower in 0 of 1 runs." in text
+
+
+def test_reports_of_some_runs_are_merged():
+    first = {"runs": [{"id": "a", "cpu_s": 1}, {"id": "b", "cpu_s": 2}], "load_per_core_before": 3.0}
+    second = {
+        "runs": [{"id": "c", "cpu_s": 3}, {"id": "a", "cpu_s": 4}],
+        "load_per_core_before": 1.0,
+        "case": "experts",
+    }
+    whole = experts.merged([first, second])
+    assert [(each["id"], each["cpu_s"]) for each in whole["runs"]] == [("a", 4), ("b", 2), ("c", 3)]
+    assert whole["load_per_core_before"] == 3.0 and whole["case"] == "experts"

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import pytest
 
 import jshard as js
+from jshard.cluster import model_traces
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Costs
+from jshard.cluster.model_traces import ModelTraces
 from jshard.cluster.search import is_same
 from jshard.recipes.building import abstract_model
+from jshard.recipes.overrides import override
 from tests.cluster.fake_compiler import GPT, cluster_of, costs_of, mesh_of
+from tests.micro_gpt import micro
 from tests.wide import wide
 
 HOST = cluster_of("h100:1x8")
@@ -128,6 +132,23 @@ def test_copies_to_the_host_have_a_price_where_their_rate_is_known():
     assert offloaded.exposed_s - held.exposed_s == pytest.approx(copied_bytes / rate)
     unknown = costs_of(cluster_of("v5e:2x4"), *SETTINGS, "model.offload=optimizer")
     assert cost(unknown).left_out == ("copies to and from the host",)
+
+
+def test_another_degree_of_tensor_is_not_traced_again(monkeypatch):
+    """One degree is traced for all."""
+    settings = ("batch_size=8", "model.n_head=4", "model.n_layer=1")
+    units = {"remat": "none"}
+    traces = ModelTraces(GPT, override(micro(), settings))
+    costs = Costs(GPT, traces.recipe, HOST.machine, traces=traces)
+    by_two = costs.of(Variant(name="", mesh=mesh_of(HOST, tensor=2), units=units))
+
+    def traced_again(*args, **kwargs):
+        raise AssertionError
+
+    for name in ("saved_arrays", "traced_gradient", "model_collectives"):
+        monkeypatch.setattr(model_traces, name, traced_again)
+    by_four = costs.of(Variant(name="", mesh=mesh_of(HOST, tensor=4), units=units))
+    assert by_four.work.products_s != by_two.work.products_s
 
 
 def test_what_a_mesh_needs_at_least(costs):

@@ -137,6 +137,15 @@ def test_more_devices_than_sequences_split_the_sequences():
     assert {cost.variant.mesh.get("context", 1) for cost in found.ranked} >= {2, 4}
 
 
+def test_what_does_not_fit_where_all_is_recomputed_is_not_estimated_otherwise():
+    costs = costs_for("h100:1x8", "model.n_layer=1", "batch_size=8")
+    free = free_axes({"replica": 1})
+    found = searched(costs, free=free, capacity_bytes=1)
+    of_parts = [cost for cost in found.too_large if cost.variant.mesh["tensor"] > 1]
+    assert of_parts and {cost.variant.units["remat"] for cost in of_parts} == {"full"}
+    assert found.ranked == ()
+
+
 def test_of_equal_times_the_smallest_is_first():
     smaller = costs_for("h100:1x8", "batch_size=8").of(Variant(name="smaller", mesh={"replica": 1, "fsdp": 8}))
     memory = dataclasses.replace(smaller.memory, parameters_bytes=2 * smaller.memory.parameters_bytes)

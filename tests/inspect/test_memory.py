@@ -32,6 +32,22 @@ def temporary(config: Config, **settings: object) -> int:
     return program(config, **settings).compiled.memory_analysis().temp_size_in_bytes
 
 
+def test_the_state_of_an_optimizer_is_traced_once_for_all_meshes():
+    calls = []
+    adamw = optax.adamw(1e-3)
+
+    def init(params):
+        calls.append(params)
+        return adamw.init(params)
+
+    counted = optax.GradientTransformation(init, adamw.update)
+    on_two, on_four = (
+        memory_of(js.plan(abstract(Config(), js.mesh(fsdp=n, devices=n))), optimizer=counted) for n in (2, 4)
+    )
+    assert len(calls) == 1
+    assert on_four.optimizer_bytes < on_two.optimizer_bytes
+
+
 @pytest.mark.parametrize("replica", [wide(1), 2])
 def test_each_device_holds_its_share_of_parameters_and_adamw(replica: int):
     mesh = js.mesh(replica=replica)
