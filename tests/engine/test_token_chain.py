@@ -325,8 +325,70 @@ def test_what_a_loop_is_scanned_over_is_cut_when_it_is_read():
     body = Region(body_of_loop(looped(1)[1]))
     rows = body.of_kind("dynamic_slice")
     assert len(rows) > 1
-    for sent in [*body.of_kind("all_gather"), *body.of_kind("reduce_scatter")]:
-        assert sum(body.waits_for(sent, [row]) for row in rows) == 1  # the shard of the next trip, which is small
+    for kind, num_rows in (("all_gather", 1), ("reduce_scatter", 0)):  # 1: the shard of the next trip, which is small
+        for sent in body.of_kind(kind):
+            assert sum(body.waits_for(sent, [row]) for row in rows) == num_rows
+
+
+def test_rows_of_peeled_trips_are_cut_when_the_trip_begins():
+    """Their stacks are there long before: the copies of all rows would be in memory until then."""
+    backward = Region(looped(1)[1])
+    stacks = set(backward.activations)
+    rows = backward.of_kind("dynamic_slice")
+    assert not any(stacks.intersection(row.inputs) for row in rows)
+    cotangents = backward.find("dot_general", "last", backward=True)
+    saved = [row for row in rows if backward.waits_for(row, cotangents)]  # others are of parameters
+    (loop,) = backward.of_kind("scan")
+    assert [backward.waits_for(row, [loop]) for row in saved] == [False, True]  # of the first trip, and of the last
+
+
+def test_a_loop_gathers_for_the_next_trip_once_the_gradients_of_the_one_before_are_reduced():
+    """Side by side they take as long, and the memory of both."""
+    body = Region(body_of_loop(looped(1)[1]))
+    gathers = body.of_kind("all_gather")
+    assert gathers
+    for reduce in body.of_kind("reduce_scatter"):
+        assert all(body.waits_for(gather, [reduce]) for gather in gathers)
+
+
+def test_the_unit_before_a_loop_is_reduced_beside_its_first_trip():
+    """Else its gradients would be whole while the loop runs."""
+    backward = Region(looped(1)[1])
+    (loop,) = backward.of_kind("scan")
+    reduces = backward.find("reduce_scatter", "last", backward=True)
+    assert reduces
+    for reduce in reduces:
+        assert backward.waits_for(loop, [reduce])
+        assert not backward.waits_for(reduce, backward.find("dot_general", "layers/*", backward=True))
+
+
+class WithHead(Looped):
+    """Its head belongs to the root: no unit reduces the gradient."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (32, 64)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x) @ self.head[...]
+
+
+def test_a_loop_begins_once_the_gradients_of_the_head_are_computed():
+    """Else what they are computed from would be in memory while the loop runs."""
+
+    def annotate(model: WithHead) -> None:
+        placement = js.PlacementPolicy(min_size=64)
+        js.fully_shard(model, units=nnx.Linear, mesh=js.mesh(), placement=placement)
+
+    model = js.abstract_init(lambda: WithHead(nnx.Rngs(0)), annotate)
+    graphdef, params = nnx.split(model)
+    loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
+    x = jax.ShapeDtypeStruct((16, 32), "float32")
+    backward = Region(regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr)[1])
+    (loop,) = backward.of_kind("scan")
+    of_head = [n for n in backward.of_kind("dot_general") if n.unit in ("", "(root)")]
+    assert len(of_head) == 2
+    assert all(backward.waits_for(loop, [product]) for product in of_head)
 
 
 def test_without_prefetch_a_trip_ends_when_its_gradients_are_reduced():
@@ -388,10 +450,9 @@ def tied(body: Any) -> list[Any]:
 def test_gradients_wait_in_the_order_in_which_they_are_sent():
     """Where they do not, the compiler copies each before its reduce-scatter: it sends parts that are contiguous."""
     _, backward = bodies_of_wide_layers()
-    # The parameter is (32, 64), and its gradient (64, 32). Two barriers have the parameter: of those that are gathered
-    # ahead, and of the gradients that are reduced after small ones.
+    # The parameter is (32, 64), and its gradient (64, 32). One barrier has the parameter: of those gathered ahead.
     assert [v.aval.shape for v in backward.outvars].count((32, 64)) == 1
-    assert [aval.shape for aval in tied(backward)].count((32, 64)) == 2
+    assert [aval.shape for aval in tied(backward)].count((32, 64)) == 1
 
 
 def test_rows_that_are_gathered_ahead_are_cast_before_they_are_tied():
