@@ -13,12 +13,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.extend import core as jex
+from jax.sharding import Mesh
 
 import jshard as js
 from jshard.engine import gradient_sums
+from jshard.engine.schedule import unit_schedule
+from jshard.plans.mesh import reduces_before_gathers
 from tests.helpers import Block, Config, Decoder, equations_and_trips, loss_fn, token_batch
 from tests.linen_models import WIDTH
 from tests.linen_models import Layer as LinenLayer
@@ -325,9 +329,8 @@ def test_what_a_loop_is_scanned_over_is_cut_when_it_is_read():
     body = Region(body_of_loop(looped(1)[1]))
     rows = body.of_kind("dynamic_slice")
     assert len(rows) > 1
-    for kind, num_rows in (("all_gather", 1), ("reduce_scatter", 0)):  # 1: the shard of the next trip, which is small
-        for sent in body.of_kind(kind):
-            assert sum(body.waits_for(sent, [row]) for row in rows) == num_rows
+    for sent in [*body.of_kind("all_gather"), *body.of_kind("reduce_scatter")]:
+        assert sum(body.waits_for(sent, [row]) for row in rows) == 1  # the shard of the next trip, which is small
 
 
 def test_rows_of_peeled_trips_are_cut_when_the_trip_begins():
@@ -342,13 +345,40 @@ def test_rows_of_peeled_trips_are_cut_when_the_trip_begins():
     assert [backward.waits_for(row, [loop]) for row in saved] == [False, True]  # of the first trip, and of the last
 
 
-def test_a_loop_gathers_for_the_next_trip_once_the_gradients_of_the_one_before_are_reduced():
-    """Side by side they take as long, and the memory of both."""
-    body = Region(body_of_loop(looped(1)[1]))
-    gathers = body.of_kind("all_gather")
-    assert gathers
-    for reduce in body.of_kind("reduce_scatter"):
-        assert all(body.waits_for(gather, [reduce]) for gather in gathers)
+def test_a_loop_gathers_large_units_once_the_gradients_of_the_trip_before_are_reduced(monkeypatch):
+    """Side by side they take as long, and the memory of both. Small ones need little."""
+    small = looped(1)
+    monkeypatch.setattr(unit_schedule, "_GATHERED_IN_TURN_BYTES", 32 * 32 * 4)
+    large = looped.__wrapped__(1)
+    for program, in_turn in ((small, False), (large, True)):
+        body = Region(body_of_loop(program[1]))
+        (reduce,) = body.of_kind("reduce_scatter")
+        (gather,) = body.of_kind("all_gather")
+        assert body.waits_for(gather, [reduce]) == in_turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh needs of a device."""
+
+    device_kind: str
+    platform: str
+    id: int = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", True),
+        ("NVIDIA A100-SXM4-80GB", "gpu", False),
+        ("AMD Instinct MI300X", "gpu", False),
+        ("TPU v5p", "tpu", False),
+        ("cpu", "cpu", True),
+    ],
+)
+def test_where_collectives_start_as_early_as_possible_gathers_wait_for_no_reduction(kind, platform, expected):
+    """The compiler would wait for the reduction at once, to start them."""
+    assert reduces_before_gathers(Mesh(np.array([Device(kind, platform)]), ("fsdp",))) is expected
 
 
 def test_the_unit_before_a_loop_is_reduced_beside_its_first_trip():
@@ -450,9 +480,10 @@ def tied(body: Any) -> list[Any]:
 def test_gradients_wait_in_the_order_in_which_they_are_sent():
     """Where they do not, the compiler copies each before its reduce-scatter: it sends parts that are contiguous."""
     _, backward = bodies_of_wide_layers()
-    # The parameter is (32, 64), and its gradient (64, 32). One barrier has the parameter: of those gathered ahead.
+    # The parameter is (32, 64), and its gradient (64, 32). Two barriers have the parameter: of those that are gathered
+    # ahead, and of the gradients that are reduced after small ones.
     assert [v.aval.shape for v in backward.outvars].count((32, 64)) == 1
-    assert [aval.shape for aval in tied(backward)].count((32, 64)) == 1
+    assert [aval.shape for aval in tied(backward)].count((32, 64)) == 2
 
 
 def test_rows_that_are_gathered_ahead_are_cast_before_they_are_tied():
