@@ -452,12 +452,12 @@ class WideLayers(nnx.Module):
 
 
 @functools.cache
-def bodies_of_wide_layers() -> list[Any]:
+def bodies_of_wide_layers(reduce_dtype: str | None = None) -> list[Any]:
     """The bodies of the loops of forward and backward, whose parameters are gathered in bfloat16."""
 
     def annotate(model: WideLayers) -> None:
         placement = js.PlacementPolicy(min_size=64)
-        half = js.MixedPrecision(param_dtype="bfloat16")
+        half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype=reduce_dtype)
         settings = {"placement": placement, "mixed_precision": half, "remat": "none"}
         js.fully_shard(model, units=WideLayer, mesh=js.mesh(), **settings)
 
@@ -475,6 +475,16 @@ def tied(body: Any) -> list[Any]:
         if eqn.primitive.name == "optimization_barrier":
             types += [atom.aval for atom in eqn.invars]
     return types
+
+
+def test_a_reduction_in_a_wider_dtype_holds_back_no_gather(monkeypatch):
+    """It takes as long as two gathers: GPT-175B would wait for it."""
+    monkeypatch.setattr(unit_schedule, "_GATHERED_IN_TURN_BYTES", 0)
+    _, backward = bodies_of_wide_layers.__wrapped__("float32")  # gathered in bfloat16
+    body = Region(backward)
+    gathers, reductions = body.of_kind("all_gather"), body.of_kind("reduce_scatter")
+    assert gathers and reductions
+    assert not any(body.waits_for(gather, reductions) for gather in gathers)
 
 
 def test_gradients_wait_in_the_order_in_which_they_are_sent():
