@@ -38,8 +38,8 @@ Entry = Mapping[str, Value]
 # ---- what was shown to help
 
 # The number of a unit's matrices, whose gathers start together, plus one reduce-scatter: seven and one in Llama. Within
-# a host they run one after another, which is XLA's own limit: it assumes that collectives in flight do not slow each
-# other down, and waits for all of them too early. docs/schedules.md has what that cost.
+# a host, and on Ampere, they run one after another, which is XLA's own limit: it assumes that collectives in flight do
+# not slow each other down, and waits for all of them too early. docs/schedules.md has what that cost.
 IN_FLIGHT = 8
 _LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": IN_FLIGHT}
 _DOUBLE_BUFFER: Entry = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
@@ -132,11 +132,11 @@ def compiler_options(
     """Returns compiler options for one program, as far as the installed version knows them.
 
     A profile contains only options that were shown to help: on a GPU "fastest" double-buffers loops, and between hosts
-    lets eight collectives overlap; "memory" overlaps without the second buffer, and pipelines the collectives of loops
-    instead. On a TPU "fastest" has options for each generation. On an A100 and on AMD GPUs both enable the
-    latency-hiding scheduler, which XLA enables by itself only for the GPUs that it has a model of. Elsewhere a profile
-    is empty. Options that the installed version does not know are left out, with one warning for all of them; a profile
-    that the compiler refuses as a whole is left out with a warning, too.
+    lets eight collectives overlap, but not on an A100; "memory" overlaps without the second buffer, and pipelines the
+    collectives of loops instead. On a TPU "fastest" has options for each generation. On an A100 and on AMD GPUs both
+    enable the latency-hiding scheduler, which XLA enables by itself only for the GPUs that it has a model of. Elsewhere
+    a profile is empty. Options that the installed version does not know are left out, with one warning for all of them;
+    a profile that the compiler refuses as a whole is left out with a warning, too.
 
     Args:
         profile: "fastest", "memory", or None for the overrides alone.
@@ -216,12 +216,20 @@ def _entries(profile: str | None, platform: str, *, in_one_host: bool) -> tuple[
     if not entries:
         return ()
     device = DEVICES.get(platform)
-    is_amd = device is not None and isinstance(device.target, AmdTarget)
-    if in_one_host and profile == "fastest" and not is_amd:
+    if profile == "fastest" and _runs_in_turn(device, in_one_host=in_one_host):
         entries = tuple(entry for entry in entries if entry is not _LIMIT)
     if device is None:
         return entries
     return (*entries, *_entries_of_generation(device))
+
+
+def _runs_in_turn(device: DeviceFacts | None, *, in_one_host: bool) -> bool:
+    """Returns whether programs are faster that run their collectives one after another."""
+    target = None if device is None else device.target
+    if isinstance(target, AmdTarget):
+        return False
+    is_estimated_as_ampere = isinstance(target, NvidiaTarget) and target.major < _HOPPER and _compat.ESTIMATES_AMPERE
+    return in_one_host or is_estimated_as_ampere
 
 
 def _entries_of_generation(device: DeviceFacts) -> tuple[Entry, ...]:

@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jshard.errors import MeshError
+from jshard.facts.devices import device_of
+from jshard.facts.gpu_target import NvidiaTarget
 
 PIPE = "pipe"
 REPLICA = "replica"
@@ -30,6 +32,8 @@ INNER_AXES = (EXPERT, CONTEXT)
 """The axes over which a data shard's program is split further: over the experts, over the sequence."""
 REGION_AXES = (*DATA_AXES, CONTEXT)
 """The axes over which a region is manual; parameters are sharded over some and replicated over the others."""
+
+_HOPPER = 9  # its compute capability
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
@@ -218,6 +222,22 @@ def num_processes(mesh: Mesh) -> int:
 def is_of_tpus(mesh: AnyMesh) -> bool:
     """Returns whether the mesh has devices, and these are TPUs."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
+
+
+def reduces_before_gathers(mesh: AnyMesh) -> bool:
+    """Returns whether a loop reduces one iteration before it gathers for the next, and not beside that.
+
+    A compiler that starts collectives as early as possible would wait for the reduction at once, to start the gathers.
+    That is so on AMD GPUs; and on Ampere, where XLA has such a scheduler or one without figures for collectives. On
+    TPUs, which have more links than one, collectives can run side by side.
+    """
+    if not isinstance(mesh, Mesh):
+        return True
+    device = mesh.devices.flat[0]
+    facts = device_of(device.device_kind)
+    if facts is None or facts.target is None:
+        return device.platform != "tpu"
+    return isinstance(facts.target, NvidiaTarget) and facts.target.major >= _HOPPER
 
 
 def sums_on_arrival(mesh: AnyMesh) -> bool:

@@ -62,7 +62,9 @@ def test_on_an_a100_the_scheduler_is_turned_on_that_xla_keeps_for_later_gpus():
     estimator, early = "enable_analytical_latency_estimator", "experimental_collective_start_as_early_as_possible"
     names = ["enable_latency_hiding_scheduler", estimator if jax.__version_info__ < (0, 11) else early]
     scheduler = {f"xla_gpu_{name}": True for name in names}
-    assert of_all == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER} and of_ampere == of_all | scheduler
+    assert of_all == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER}
+    in_turn = {UNROLLING: DOUBLE_BUFFER}  # by that estimator, collectives side by side are waited for too early
+    assert of_ampere == (in_turn if names[1] == estimator else of_all) | scheduler
     assert compiler_options(None, platform="a100-40") == {}
     early_start = {f"xla_gpu_{name}": True for name in (names[0], early)}
     for name in ("mi250x", "mi300x"):  # of any version: for them the estimator hides next to nothing

@@ -13,12 +13,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.extend import core as jex
+from jax.sharding import Mesh
 
 import jshard as js
 from jshard.engine import gradient_sums
+from jshard.engine.schedule import unit_schedule
+from jshard.plans.mesh import reduces_before_gathers
 from tests.helpers import Block, Config, Decoder, equations_and_trips, loss_fn, token_batch
 from tests.linen_models import WIDTH
 from tests.linen_models import Layer as LinenLayer
@@ -329,6 +333,94 @@ def test_what_a_loop_is_scanned_over_is_cut_when_it_is_read():
         assert sum(body.waits_for(sent, [row]) for row in rows) == 1  # the shard of the next trip, which is small
 
 
+def test_rows_of_peeled_trips_are_cut_when_the_trip_begins():
+    """Their stacks are there long before: the copies of all rows would be in memory until then."""
+    backward = Region(looped(1)[1])
+    stacks = set(backward.activations)
+    rows = backward.of_kind("dynamic_slice")
+    assert not any(stacks.intersection(row.inputs) for row in rows)
+    cotangents = backward.find("dot_general", "last", backward=True)
+    saved = [row for row in rows if backward.waits_for(row, cotangents)]  # others are of parameters
+    (loop,) = backward.of_kind("scan")
+    assert [backward.waits_for(row, [loop]) for row in saved] == [False, True]  # of the first trip, and of the last
+
+
+def test_a_loop_gathers_large_units_once_the_gradients_of_the_trip_before_are_reduced(monkeypatch):
+    """Side by side they take as long, and the memory of both. Small ones need little."""
+    small = looped(1)
+    monkeypatch.setattr(unit_schedule, "_GATHERED_IN_TURN_BYTES", 32 * 32 * 4)
+    large = looped.__wrapped__(1)
+    for program, in_turn in ((small, False), (large, True)):
+        body = Region(body_of_loop(program[1]))
+        (reduce,) = body.of_kind("reduce_scatter")
+        (gather,) = body.of_kind("all_gather")
+        assert body.waits_for(gather, [reduce]) == in_turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh needs of a device."""
+
+    device_kind: str
+    platform: str
+    id: int = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", True),
+        ("NVIDIA A100-SXM4-80GB", "gpu", False),
+        ("AMD Instinct MI300X", "gpu", False),
+        ("TPU v5p", "tpu", False),
+        ("cpu", "cpu", True),
+    ],
+)
+def test_where_collectives_start_as_early_as_possible_gathers_wait_for_no_reduction(kind, platform, expected):
+    """The compiler would wait for the reduction at once, to start them."""
+    assert reduces_before_gathers(Mesh(np.array([Device(kind, platform)]), ("fsdp",))) is expected
+
+
+def test_the_unit_before_a_loop_is_reduced_beside_its_first_trip():
+    """Else its gradients would be whole while the loop runs."""
+    backward = Region(looped(1)[1])
+    (loop,) = backward.of_kind("scan")
+    reduces = backward.find("reduce_scatter", "last", backward=True)
+    assert reduces
+    for reduce in reduces:
+        assert backward.waits_for(loop, [reduce])
+        assert not backward.waits_for(reduce, backward.find("dot_general", "layers/*", backward=True))
+
+
+class WithHead(Looped):
+    """Its head belongs to the root: no unit reduces the gradient."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (32, 64)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x) @ self.head[...]
+
+
+def test_a_loop_begins_once_the_gradients_of_the_head_are_computed():
+    """Else what they are computed from would be in memory while the loop runs."""
+
+    def annotate(model: WithHead) -> None:
+        placement = js.PlacementPolicy(min_size=64)
+        js.fully_shard(model, units=nnx.Linear, mesh=js.mesh(), placement=placement)
+
+    model = js.abstract_init(lambda: WithHead(nnx.Rngs(0)), annotate)
+    graphdef, params = nnx.split(model)
+    loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
+    x = jax.ShapeDtypeStruct((16, 32), "float32")
+    backward = Region(regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr)[1])
+    (loop,) = backward.of_kind("scan")
+    of_head = [n for n in backward.of_kind("dot_general") if n.unit in ("", "(root)")]
+    assert len(of_head) == 2
+    assert all(backward.waits_for(loop, [product]) for product in of_head)
+
+
 def test_without_prefetch_a_trip_ends_when_its_gradients_are_reduced():
     """The compiler runs two trips as one: there would be gradients of two."""
     body = body_of_loop(looped(0)[1])
@@ -360,12 +452,12 @@ class WideLayers(nnx.Module):
 
 
 @functools.cache
-def bodies_of_wide_layers() -> list[Any]:
+def bodies_of_wide_layers(reduce_dtype: str | None = None) -> list[Any]:
     """The bodies of the loops of forward and backward, whose parameters are gathered in bfloat16."""
 
     def annotate(model: WideLayers) -> None:
         placement = js.PlacementPolicy(min_size=64)
-        half = js.MixedPrecision(param_dtype="bfloat16")
+        half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype=reduce_dtype)
         settings = {"placement": placement, "mixed_precision": half, "remat": "none"}
         js.fully_shard(model, units=WideLayer, mesh=js.mesh(), **settings)
 
@@ -383,6 +475,16 @@ def tied(body: Any) -> list[Any]:
         if eqn.primitive.name == "optimization_barrier":
             types += [atom.aval for atom in eqn.invars]
     return types
+
+
+def test_a_reduction_in_a_wider_dtype_holds_back_no_gather(monkeypatch):
+    """It takes as long as two gathers: GPT-175B would wait for it."""
+    monkeypatch.setattr(unit_schedule, "_GATHERED_IN_TURN_BYTES", 0)
+    _, backward = bodies_of_wide_layers.__wrapped__("float32")  # gathered in bfloat16
+    body = Region(backward)
+    gathers, reductions = body.of_kind("all_gather"), body.of_kind("reduce_scatter")
+    assert gathers and reductions
+    assert not any(body.waits_for(gather, reductions) for gather in gathers)
 
 
 def test_gradients_wait_in_the_order_in_which_they_are_sent():
