@@ -1,0 +1,198 @@
+"""Pipelines as other frameworks run them ("1F1B"), estimated by one of their stages.
+
+jshard's own loops on stages hold all microbatches that are in flight, and deal layers to the places round by round.
+Those of Megatron, DeepSpeed and others give each stage neighbouring layers, have at most as many microbatches in flight
+as there are stages, and reduce gradients once a step. Such a stage is a model of its share of the layers, on its share
+of the devices:
+
+- It computes each microbatch, and waits for one less than there are stages: `microbatches + stages - 1` in all.
+- The last stage has the head as well, and as many layers less as keep the slowest stage as fast as possible.
+- The first stage holds what as many microbatches as there are stages save for backward, and the table of the tokens;
+  the last one what one of them saves, the logits, and the head.
+- It sends each microbatch on, and its cotangents back, and nothing hides that.
+
+Sources: Narayanan et al. 2021, arXiv 2104.04473, sections 2.2 and 3.2; `PipelineScheduleTrain` of Aleph-Alpha/scaling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+
+from benchmarks.published_pytorch import EagerMicrobatch
+from jshard.cluster.compile import UnitSettings, Variant
+from jshard.cluster.costs import Costs
+from jshard.inspect.memory import Memory, copy_bytes, whole_elements
+from jshard.plans.mesh import PIPE, data_shards
+from jshard.plans.plan import LeafPlan
+from jshard.recipes.recipe import Recipe
+
+StageOf = Callable[[int], Costs]
+EagerOf = Callable[[Costs], EagerMicrobatch]
+
+_SENDS = 2  # a microbatch in forward, its cotangents in backward
+_STORED_ARRAYS = 3  # of each parameter: itself, and the two moments of AdamW
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How a batch goes through the stages."""
+
+    num_layers: int  # of the model
+    num_stages: int
+    num_microbatches: int  # of a step, on each data shard
+    rows: int  # sequences of one of them
+    mesh: Mapping[str, int]  # of one stage
+
+    @classmethod
+    def of(cls, recipe: Recipe, mesh: Mapping[str, int]) -> Pipeline:
+        """Returns the pipeline of a configuration, whose mesh has an axis `pipe`."""
+        num_stages = mesh[PIPE]
+        # In the file the places of the pipeline are data shards, as in jshard.
+        rows = recipe.batch_size // recipe.accumulate // data_shards(mesh)
+        of_stage = {axis: degree for axis, degree in mesh.items() if axis != PIPE}
+        return cls(recipe.model.n_layer, num_stages, recipe.accumulate * num_stages, rows, of_stage)
+
+    @property
+    def num_rounds(self) -> int:
+        """How many microbatches a stage computes or waits for."""
+        return self.num_microbatches + self.num_stages - 1
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many microbatches the first stage holds at once."""
+        return min(self.num_stages, self.num_microbatches)
+
+    @property
+    def layers_of_stage(self) -> int:
+        """How many layers a stage has, if it has no more than others."""
+        return math.ceil(self.num_layers / self.num_stages)
+
+    def slowest_stage(self, layer_s: float, head_s: float) -> float:
+        """Returns the time of the slowest stage, with the layers divided so that it is as short as possible.
+
+        Args:
+            layer_s: the time of a layer.
+            head_s: the time of what only the last stage has.
+        """
+        shortest_s = math.inf
+        for layers_beside_head in range(self.layers_of_stage + 1):
+            others = math.ceil((self.num_layers - layers_beside_head) / (self.num_stages - 1))
+            longest_s = max(others * layer_s, layers_beside_head * layer_s + head_s)
+            shortest_s = min(shortest_s, longest_s)
+        return shortest_s
+
+    @property
+    def batch_settings(self) -> tuple[str, ...]:
+        """Settings of the batch that takes a stage as long as a step: the microbatches that it waits for are in it."""
+        batch_size = self.num_rounds * self.rows * data_shards(self.mesh)
+        return f"batch_size={batch_size}", f"accumulate={self.num_rounds}"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """The estimated step of a published configuration."""
+
+    step_s: float
+    step_bytes: int  # of the device that holds most
+    left_out: tuple[str, ...]
+
+
+def step_cost(costs: Costs, mesh: Mapping[str, int], units: UnitSettings, eager: EagerMicrobatch) -> StepCost:
+    """Returns the estimate of a configuration without a pipeline.
+
+    Args:
+        costs: with the settings of its batch.
+        mesh: degrees of its axes.
+        units: settings of the layers.
+        eager: what a microbatch takes in PyTorch.
+    """
+    variant = Variant(name="a step", mesh=mesh, units=units)
+    cost = costs.of(variant)
+    return StepCost(
+        step_s=cost.step_s + costs.recipe.accumulate * eager.more_s,
+        step_bytes=_last_stage_bytes(cost.memory, _saved_in_layers(costs, variant), eager),
+        left_out=cost.left_out,
+    )
+
+
+def pipeline_cost(stage_of: StageOf, pipeline: Pipeline, units: UnitSettings, eager_of: EagerOf) -> StepCost:
+    """Returns the estimate of a pipeline.
+
+    Args:
+        stage_of: gives the costs of a stage with a number of layers, for the devices of one, and the batch of a stage.
+        pipeline: how a batch goes through the stages.
+        units: settings of the layers.
+        eager_of: gives what a microbatch takes in PyTorch, on a stage of such costs.
+    """
+    num_layers = pipeline.layers_of_stage
+    costs, fewer = stage_of(num_layers), stage_of(max(num_layers - 1, 1))
+    variant = Variant(name="a stage", mesh=pipeline.mesh, units=units)
+    stage = costs.of(variant)
+    eager = eager_of(costs)
+    of_layers_bytes = _saved_in_layers(costs, variant)
+    kept_bytes = max(eager.layers_bytes, of_layers_bytes)
+    # The first stage has no logits, and most microbatches in flight.
+    others_bytes = (pipeline.num_in_flight - 1) * kept_bytes
+    first_bytes = stage.memory.in_layer_bytes + kept_bytes - of_layers_bytes + others_bytes
+    last_bytes = _last_stage_bytes(stage.memory, of_layers_bytes, eager)
+    with_head_s = stage.step_s + pipeline.num_rounds * eager.more_s
+    with_fewer_s = fewer.of(variant).step_s + pipeline.num_rounds * eager_of(fewer).more_s
+    layer_s = with_head_s - with_fewer_s if num_layers > 1 else with_head_s
+    head_s = with_head_s - num_layers * layer_s
+    sends_s = pipeline.num_rounds * _SENDS * _send_s(costs, pipeline)
+    return StepCost(
+        step_s=pipeline.slowest_stage(layer_s, head_s) + sends_s,
+        step_bytes=max(first_bytes, last_bytes) - _table_of_another_stage(costs, variant),
+        left_out=stage.left_out,
+    )
+
+
+def _last_stage_bytes(memory: Memory, of_layers_bytes: int, eager: EagerMicrobatch) -> int:
+    """Returns what a model, or the last of its stages, takes with one microbatch.
+
+    Args:
+        memory: of jshard's program.
+        of_layers_bytes: what its layers save of a microbatch.
+        eager: what a microbatch takes in PyTorch.
+    """
+    kept_bytes = max(eager.layers_bytes, of_layers_bytes)
+    with_kept = memory.step_bytes + kept_bytes - of_layers_bytes
+    at_loss = memory.held_bytes + memory.kept_bytes + memory.sums_bytes + kept_bytes + eager.logits_bytes
+    return max(with_kept, at_loss)
+
+
+def _saved_in_layers(costs: Costs, variant: Variant) -> int:
+    """Returns what the layers of jshard's program save of a microbatch for backward."""
+    saved = costs.saved(variant)
+    return saved.saved_bytes - saved.outside_bytes
+
+
+def _send_s(costs: Costs, pipeline: Pipeline) -> float:
+    """Returns the time to send the values of a microbatch to the next stage, which other devices hold."""
+    recipe = costs.recipe
+    itemsize = jnp.dtype(recipe.model.compute_dtype).itemsize
+    num_bytes = pipeline.rows * recipe.sequence_length * recipe.model.d_model * itemsize
+    return costs.machine.assumptions.transfer_s("collective-permute", num_bytes, (0, costs.machine.num_devices))
+
+
+def _table_of_another_stage(costs: Costs, variant: Variant) -> int:
+    """Returns the bytes of one of two large matrices outside of the layers: no stage has both of them."""
+    plan = costs.traces.plan(tuple(variant.mesh.items()), variant.units)
+    of_leaves = []
+    for leaf in plan.leaves:
+        is_of_layer = any(leaf.path.startswith(name) for name in costs.traces.layer_names)
+        if not is_of_layer:
+            of_leaves.append(_state_bytes(leaf))
+    of_leaves.sort()
+    return of_leaves[-2] if len(of_leaves) > 1 else 0
+
+
+def _state_bytes(leaf: LeafPlan) -> int:
+    """Returns what a device holds of a parameter, of its optimizer state, of its copy and of its gradient."""
+    placement = leaf.placement
+    gradient_bytes = whole_elements(placement) * jnp.dtype(placement.reduce_dtype).itemsize
+    return _STORED_ARRAYS * placement.bytes_per_device + copy_bytes(placement) + gradient_bytes
