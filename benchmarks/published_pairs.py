@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.published_pipelines import Pipeline, StepCost, pipeline_cost, step_cost
-from benchmarks.published_pytorch import EagerMicrobatch, computed_again_s, kept_bytes, logits_bytes, unfused_norms_s
+from benchmarks.published_pytorch import (
+    RESERVED,
+    ROOM,
+    EagerMicrobatch,
+    computed_again_s,
+    kept_bytes,
+    logits_bytes,
+    split_head_s,
+    unfused_norms_s,
+)
 from benchmarks.ranking import (
     APART,
     Configuration,
@@ -38,7 +47,6 @@ from jshard.cluster.costs import Costs
 from jshard.cluster.machine import Machine, PlannedCluster, parse_known
 from jshard.cluster.model_traces import ModelTraces, StageTraces
 from jshard.cluster.report import ClusterPlan
-from jshard.cluster.search import ROOM
 from jshard.cluster.topology import parse_topology, traced_for_device
 from jshard.errors import ShardingError
 from jshard.facts.device_files import SUFFIX
@@ -135,7 +143,7 @@ def _estimated(entry: Entry) -> dict[str, Any]:
         "step_s": step.step_s,
         "planned_tokens_per_s_per_device": _tokens(recipe) / step.step_s / cluster.topology.num_devices,
         "planned_gib": step.step_bytes / 2**30,
-        "fits": step.step_bytes <= ROOM * cluster.topology.device.hbm_bytes,
+        "fits": step.fits(cluster.topology.device.hbm_bytes),
         "not_in_the_estimate": list(step.left_out),
     }
 
@@ -176,8 +184,10 @@ def _eager(entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int) -> Ea
     if unfused_norms:
         is_repeated = remat == "full"
         more_s += unfused_norms_s(costs.recipe, mesh, rows=rows, is_repeated=is_repeated, assumptions=assumptions)
-    of_logits = logits_bytes(costs.recipe, mesh, rows=rows, whole=entry.get("whole_logits", False))
-    return EagerMicrobatch(layers_bytes, of_logits, more_s)
+    whole = entry.get("whole_logits", False)
+    more_s += split_head_s(costs.recipe, mesh, rows=rows, whole=whole, assumptions=assumptions)
+    of_logits = logits_bytes(costs.recipe, mesh, rows=rows, whole=whole)
+    return EagerMicrobatch(layers_bytes, of_logits, more_s, splits_tables=True, reserved=RESERVED, room=ROOM)
 
 
 def _sync(entry: Entry) -> str:

@@ -26,7 +26,7 @@ from benchmarks.published_pytorch import EagerMicrobatch
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.costs import Costs
 from jshard.inspect.memory import Memory, copy_bytes, whole_elements
-from jshard.plans.mesh import PIPE, data_shards
+from jshard.plans.mesh import PIPE, TENSOR, data_shards
 from jshard.plans.plan import LeafPlan
 from jshard.recipes.recipe import Recipe
 
@@ -97,8 +97,20 @@ class StepCost:
     """The estimated step of a published configuration."""
 
     step_s: float
-    step_bytes: int  # of the device that holds most
+    standing_bytes: int  # of the device that holds most: what stays for the whole step
+    passing_bytes: int  # what comes and goes
+    eager: EagerMicrobatch
     left_out: tuple[str, ...]
+
+    @property
+    def step_bytes(self) -> int:
+        """What is live at once."""
+        return self.standing_bytes + self.passing_bytes
+
+    def fits(self, device_bytes: float) -> bool:
+        """Returns whether it fits into the memory of a device, with what an allocator reserves beyond it."""
+        reserved_bytes = self.standing_bytes + self.eager.reserved * self.passing_bytes
+        return reserved_bytes <= self.eager.room * device_bytes
 
 
 def step_cost(costs: Costs, mesh: Mapping[str, int], units: UnitSettings, eager: EagerMicrobatch) -> StepCost:
@@ -112,9 +124,13 @@ def step_cost(costs: Costs, mesh: Mapping[str, int], units: UnitSettings, eager:
     """
     variant = Variant(name="a step", mesh=mesh, units=units)
     cost = costs.of(variant)
+    last_bytes = _last_stage_bytes(cost.memory, _saved_in_layers(costs, variant), eager)
+    standing_bytes = _standing_bytes(cost.memory)
     return StepCost(
         step_s=cost.step_s + costs.recipe.accumulate * eager.more_s,
-        step_bytes=_last_stage_bytes(cost.memory, _saved_in_layers(costs, variant), eager),
+        standing_bytes=standing_bytes - _tables_elsewhere(costs, variant, eager),
+        passing_bytes=last_bytes - standing_bytes,
+        eager=eager,
         left_out=cost.left_out,
     )
 
@@ -139,6 +155,7 @@ def pipeline_cost(stage_of: StageOf, pipeline: Pipeline, units: UnitSettings, ea
     others_bytes = (pipeline.num_in_flight - 1) * kept_bytes
     first_bytes = stage.memory.in_layer_bytes + kept_bytes - of_layers_bytes + others_bytes
     last_bytes = _last_stage_bytes(stage.memory, of_layers_bytes, eager)
+    standing_bytes = _standing_bytes(stage.memory)
     with_head_s = stage.step_s + pipeline.num_rounds * eager.more_s
     with_fewer_s = fewer.of(variant).step_s + pipeline.num_rounds * eager_of(fewer).more_s
     layer_s = with_head_s - with_fewer_s if num_layers > 1 else with_head_s
@@ -146,9 +163,16 @@ def pipeline_cost(stage_of: StageOf, pipeline: Pipeline, units: UnitSettings, ea
     sends_s = pipeline.num_rounds * _SENDS * _send_s(costs, pipeline)
     return StepCost(
         step_s=pipeline.slowest_stage(layer_s, head_s) + sends_s,
-        step_bytes=max(first_bytes, last_bytes) - _table_of_another_stage(costs, variant),
+        standing_bytes=standing_bytes - _tables_elsewhere(costs, variant, eager, is_stage=True),
+        passing_bytes=max(first_bytes, last_bytes) - standing_bytes,
+        eager=eager,
         left_out=stage.left_out,
     )
+
+
+def _standing_bytes(memory: Memory) -> int:
+    """Returns what a device holds all through a step: the state, copies that stay, and sums of gradients."""
+    return memory.held_bytes + memory.kept_bytes + memory.sums_bytes
 
 
 def _last_stage_bytes(memory: Memory, of_layers_bytes: int, eager: EagerMicrobatch) -> int:
@@ -161,7 +185,7 @@ def _last_stage_bytes(memory: Memory, of_layers_bytes: int, eager: EagerMicrobat
     """
     kept_bytes = max(eager.layers_bytes, of_layers_bytes)
     with_kept = memory.step_bytes + kept_bytes - of_layers_bytes
-    at_loss = memory.held_bytes + memory.kept_bytes + memory.sums_bytes + kept_bytes + eager.logits_bytes
+    at_loss = _standing_bytes(memory) + kept_bytes + eager.logits_bytes
     return max(with_kept, at_loss)
 
 
@@ -179,16 +203,24 @@ def _send_s(costs: Costs, pipeline: Pipeline) -> float:
     return costs.machine.assumptions.transfer_s("collective-permute", num_bytes, (0, costs.machine.num_devices))
 
 
-def _table_of_another_stage(costs: Costs, variant: Variant) -> int:
-    """Returns the bytes of one of two large matrices outside of the layers: no stage has both of them."""
+def _tables_elsewhere(costs: Costs, variant: Variant, eager: EagerMicrobatch, *, is_stage: bool = False) -> int:
+    """Returns the bytes of the tables of tokens and head that a device does not have, in jshard's program it does.
+
+    No stage has both of them, and of those that it has, devices along `tensor` may have a part each.
+    """
     plan = costs.traces.plan(tuple(variant.mesh.items()), variant.units)
     of_leaves = []
     for leaf in plan.leaves:
         is_of_layer = any(leaf.path.startswith(name) for name in costs.traces.layer_names)
         if not is_of_layer:
             of_leaves.append(_state_bytes(leaf))
-    of_leaves.sort()
-    return of_leaves[-2] if len(of_leaves) > 1 else 0
+    tables = sorted(of_leaves)[-2:]
+    elsewhere_bytes = 0.0
+    if is_stage and len(tables) > 1:
+        elsewhere_bytes += tables.pop(0)
+    if eager.splits_tables:
+        elsewhere_bytes += sum(tables) * (1 - 1 / variant.mesh.get(TENSOR, 1))
+    return round(elsewhere_bytes)
 
 
 def _state_bytes(leaf: LeafPlan) -> int:

@@ -6,6 +6,9 @@ it, keeps less. So the time of such a configuration is that of the policy, and i
 
 The loss is not compiled: in its backward there are three arrays in float32 beside the logits.
 
+Tensor parallel layers of Megatron and others divide the tables of tokens and head as well, by words; models/llama.py
+and gpt.py keep them whole.
+
 With full checkpointing PyTorch calls the layer again. XLA leaves out what no gradient needs: the last product of the
 layer, and the sum of its parts over `tensor`.
 
@@ -22,16 +25,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshard.cluster.assumptions import Assumptions
+from jshard.cluster.search import ROOM as JAX_ROOM
 from jshard.inspect.hlo.work import EqualProducts, OpWork
 from jshard.plans.mesh import CONTEXT, TENSOR
 from jshard.recipes.recipe import Recipe
 
 _ITEMSIZE = 2  # of 16 bits
 _FLOAT32_ITEMSIZE = 4
-# What a norm in single operations reads and writes of each value, beyond a fused one: x.pow(2).mean(), x * rsqrt(...),
-# .float().type_as(x), * weight, as in `RMSNorm` of Aleph-Alpha/scaling. Forward 26 bytes and not 4; backward 50, not 8.
-_NORM_FORWARD_BYTES = 22
-_NORM_BACKWARD_BYTES = 42
+# What a norm in single operations reads and writes of each value, beyond a fused one, as `RMSNorm` of LLaMA's own code:
+# x.float(), .pow(2).mean(), x * rsqrt(...), .type_as(x), * weight. Forward 36 bytes and not 4; backward 76, not 8.
+_NORM_FORWARD_BYTES = 32
+_NORM_BACKWARD_BYTES = 68
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +51,13 @@ class KeptByPyTorch:
 
         Args:
             config: of the model.
-            unfused_norms: a norm is several operations, and its result before the weight is kept, too.
+            unfused_norms: a norm is several operations.
         """
         width = config.d_model
         # Both norms: the input, and the result, which is the input of products.
-        of_norms = 2 * (3 if unfused_norms else 2) * width
+        of_norms = 2 * 2 * width
+        if unfused_norms:  # in place of the input its copy in float32; and what is multiplied with the weight
+            of_norms += 2 * 2 * width
         if hasattr(config, "n_kv_head"):
             # Queries, keys, values, and the result of attention.
             of_attention = 2 * (config.n_head + config.n_kv_head) * config.head_width
@@ -69,6 +75,20 @@ class KeptByPyTorch:
         return _ITEMSIZE * (self.whole + self.split / degree)
 
 
+RESERVED = 1.22
+"""What PyTorch's allocator reserves for values that come and go, for each byte that is live.
+
+Of the 77.0 GiB that torchtitan reports of Llama 3 8B on eight GPUs, 64 to 68 were live (docs/planning.md), and 15 of
+these are parameters, gradients and the state of the optimizer, which stay: (77 - 15) / (66 - 15).
+"""
+
+ROOM = 0.97
+"""The share of a device's memory that is left for it, beside CUDA's context and the buffers of a few communicators.
+
+These take 2 to 3 GiB: an assumption.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class EagerMicrobatch:
     """What a microbatch takes in PyTorch, where that is more than in jshard's program; 0 where it is not.
@@ -76,12 +96,18 @@ class EagerMicrobatch:
     Attributes:
         layers_bytes: what all layers keep for backward.
         logits_bytes: the most that logits, and what is computed from them, take at once.
-        more_s: how much longer it computes.
+        more_s: how much longer it computes; negative if it is shorter.
+        splits_tables: whether the tables of tokens and head are split over `tensor`.
+        reserved: of memory for values that come and go, for each byte of them.
+        room: the share of a device's memory that may be reserved.
     """
 
     layers_bytes: int = 0
     logits_bytes: int = 0
     more_s: float = 0.0
+    splits_tables: bool = False
+    reserved: float = 1.0
+    room: float = JAX_ROOM
 
 
 def kept_bytes(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, unfused_norms: bool = False) -> int:
@@ -134,6 +160,37 @@ def computed_again_s(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, assu
         sum_bytes = _ITEMSIZE * tokens * config.d_model
         layer_s += assumptions.transfer_s("all-reduce", sum_bytes, range(tensor))
     return config.n_layer * layer_s
+
+
+def split_head_s(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, whole: bool, assumptions: Assumptions) -> float:
+    """Returns how much longer the head takes if its words are divided over `tensor`: less than 0.
+
+    Args:
+        recipe: of the model.
+        mesh: degrees of its axes.
+        rows: the sequences of a microbatch.
+        whole: whether each device along `tensor` then gathers all logits.
+        assumptions: about the device and its links.
+    """
+    tensor = mesh.get(TENSOR, 1)
+    if tensor == 1:
+        return 0.0
+    config = recipe.model
+    tokens = _tokens(recipe, mesh, rows)
+    more_s = 0.0
+    for words, sign in ((config.vocab_size, -1), (config.vocab_size / tensor, 1)):
+        # Of forward, and of the gradients of both operands.
+        for sizes in (
+            (1.0, tokens, words, config.d_model),
+            (1.0, tokens, config.d_model, words),
+            (1.0, config.d_model, words, tokens),
+        ):
+            product = EqualProducts("bf16", 2 * math.prod(sizes), sizes=sizes)
+            more_s += sign * assumptions.compute_s(OpWork((product,)))
+    if whole:
+        logits_bytes = _ITEMSIZE * tokens * config.vocab_size
+        more_s += assumptions.transfer_s("all-gather", logits_bytes, range(tensor))
+    return more_s
 
 
 def unfused_norms_s(

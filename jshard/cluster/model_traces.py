@@ -257,7 +257,8 @@ class ModelTraces:
 class StageTraces(ModelTraces):
     """Traces of a model that has fewer layers in its loop over them, from those of the whole model.
 
-    Both have the same program, but for the rounds of the loop. So nothing else is traced.
+    Both have the same program, but for the rounds of the loop. So nothing else is traced. What is done once for the
+    stack of all layers, as a cast of their parameters, stays as it is.
 
     Args:
         whole: traces of a recipe whose model has all its layers in one loop.

