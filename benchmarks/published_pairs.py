@@ -178,7 +178,13 @@ def _eager(entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int) -> Ea
     layers_bytes = 0
     more_s = 0.0
     if remat == "none":
-        layers_bytes = kept_bytes(costs.recipe, mesh, rows=rows, unfused_norms=unfused_norms)
+        layers_bytes = kept_bytes(
+            costs.recipe,
+            mesh,
+            rows=rows,
+            unfused_norms=unfused_norms,
+            split_sequence=entry.get("split_sequence", False),
+        )
     if remat == "full":
         more_s += computed_again_s(costs.recipe, mesh, rows=rows, assumptions=assumptions)
     if unfused_norms:

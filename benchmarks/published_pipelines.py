@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from benchmarks.published_pytorch import EagerMicrobatch
 from jshard.cluster.compile import UnitSettings, Variant
-from jshard.cluster.costs import Costs
+from jshard.cluster.costs import Cost, Costs
 from jshard.inspect.memory import Memory, copy_bytes, whole_elements
 from jshard.plans.mesh import PIPE, TENSOR, data_shards
 from jshard.plans.plan import LeafPlan
@@ -35,6 +35,15 @@ EagerOf = Callable[[Costs], EagerMicrobatch]
 
 _SENDS = 2  # a microbatch in forward, its cotangents in backward
 _STORED_ARRAYS = 3  # of each parameter: itself, and the two moments of AdamW
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How layers are divided over stages."""
+
+    elsewhere: int  # layers of each stage but the last, at most
+    beside_head: int  # layers of the last one
+    slowest_s: float  # the time of the slowest stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,22 +77,22 @@ class Pipeline:
 
     @property
     def layers_of_stage(self) -> int:
-        """How many layers a stage has, if it has no more than others."""
+        """How many layers the stages have, if they are divided evenly."""
         return math.ceil(self.num_layers / self.num_stages)
 
-    def slowest_stage(self, layer_s: float, head_s: float) -> float:
-        """Returns the time of the slowest stage, with the layers divided so that it is as short as possible.
+    def divided(self, layer_s: float, head_s: float) -> Division:
+        """Returns the division of the layers whose slowest stage is as fast as possible.
 
         Args:
             layer_s: the time of a layer.
             head_s: the time of what only the last stage has.
         """
-        shortest_s = math.inf
-        for layers_beside_head in range(self.layers_of_stage + 1):
-            others = math.ceil((self.num_layers - layers_beside_head) / (self.num_stages - 1))
-            longest_s = max(others * layer_s, layers_beside_head * layer_s + head_s)
-            shortest_s = min(shortest_s, longest_s)
-        return shortest_s
+        divisions = []
+        for beside_head in range(self.layers_of_stage, -1, -1):  # of equally fast ones the most even
+            elsewhere = math.ceil((self.num_layers - beside_head) / (self.num_stages - 1))
+            slowest_s = max(elsewhere * layer_s, beside_head * layer_s + head_s)
+            divisions.append(Division(elsewhere, beside_head, slowest_s))
+        return min(divisions, key=lambda division: division.slowest_s)
 
     @property
     def batch_settings(self) -> tuple[str, ...]:
@@ -144,30 +153,50 @@ def pipeline_cost(stage_of: StageOf, pipeline: Pipeline, units: UnitSettings, ea
         units: settings of the layers.
         eager_of: gives what a microbatch takes in PyTorch, on a stage of such costs.
     """
-    num_layers = pipeline.layers_of_stage
-    costs, fewer = stage_of(num_layers), stage_of(max(num_layers - 1, 1))
     variant = Variant(name="a stage", mesh=pipeline.mesh, units=units)
-    stage = costs.of(variant)
-    eager = eager_of(costs)
-    of_layers_bytes = _saved_in_layers(costs, variant)
-    kept_bytes = max(eager.layers_bytes, of_layers_bytes)
+
+    def stage(num_layers: int) -> _Stage:
+        costs = stage_of(max(num_layers, 1))
+        return _Stage(costs, costs.of(variant), _saved_in_layers(costs, variant), eager_of(costs))
+
+    num_layers = pipeline.layers_of_stage
+    even = stage(num_layers)
+    with_head_s = even.step_s(pipeline)
+    layer_s = with_head_s - stage(num_layers - 1).step_s(pipeline) if num_layers > 1 else with_head_s
+    division = pipeline.divided(layer_s, head_s=with_head_s - num_layers * layer_s)
+    first, last = stage(division.elsewhere), stage(division.beside_head)
     # The first stage has no logits, and most microbatches in flight.
-    others_bytes = (pipeline.num_in_flight - 1) * kept_bytes
-    first_bytes = stage.memory.in_layer_bytes + kept_bytes - of_layers_bytes + others_bytes
-    last_bytes = _last_stage_bytes(stage.memory, of_layers_bytes, eager)
-    standing_bytes = _standing_bytes(stage.memory)
-    with_head_s = stage.step_s + pipeline.num_rounds * eager.more_s
-    with_fewer_s = fewer.of(variant).step_s + pipeline.num_rounds * eager_of(fewer).more_s
-    layer_s = with_head_s - with_fewer_s if num_layers > 1 else with_head_s
-    head_s = with_head_s - num_layers * layer_s
-    sends_s = pipeline.num_rounds * _SENDS * _send_s(costs, pipeline)
+    first_bytes = first.cost.memory.in_layer_bytes - first.of_layers_bytes + pipeline.num_in_flight * first.kept_bytes
+    last_bytes = _last_stage_bytes(last.cost.memory, last.of_layers_bytes, last.eager)
+    most, largest = max((first_bytes, first), (last_bytes, last), key=lambda pair: pair[0])
+    standing_bytes = _standing_bytes(largest.cost.memory)
+    sends_s = pipeline.num_rounds * _SENDS * _send_s(even.costs, pipeline)
     return StepCost(
-        step_s=pipeline.slowest_stage(layer_s, head_s) + sends_s,
-        standing_bytes=standing_bytes - _tables_elsewhere(costs, variant, eager, is_stage=True),
-        passing_bytes=max(first_bytes, last_bytes) - standing_bytes,
-        eager=eager,
-        left_out=stage.left_out,
+        step_s=division.slowest_s + sends_s,
+        standing_bytes=standing_bytes - _tables_elsewhere(largest.costs, variant, largest.eager, is_stage=True),
+        passing_bytes=most - standing_bytes,
+        eager=largest.eager,
+        left_out=even.cost.left_out,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """A stage with the head and some layers, and the batch that takes it as long as a step."""
+
+    costs: Costs
+    cost: Cost
+    of_layers_bytes: int  # what its layers save of a microbatch in jshard's program
+    eager: EagerMicrobatch
+
+    @property
+    def kept_bytes(self) -> int:
+        """What its layers keep of a microbatch."""
+        return max(self.eager.layers_bytes, self.of_layers_bytes)
+
+    def step_s(self, pipeline: Pipeline) -> float:
+        """Returns the time of all rounds."""
+        return self.cost.step_s + pipeline.num_rounds * self.eager.more_s
 
 
 def _standing_bytes(memory: Memory) -> int:

@@ -46,12 +46,13 @@ class KeptByPyTorch:
     split: float  # over these devices
 
     @classmethod
-    def of(cls, config: Any, *, unfused_norms: bool = False) -> KeptByPyTorch:
+    def of(cls, config: Any, *, unfused_norms: bool = False, split_sequence: bool = False) -> KeptByPyTorch:
         """Returns what is kept of a layer of a model of `models/`.
 
         Args:
             config: of the model.
             unfused_norms: a norm is several operations.
+            split_sequence: sequences are split over `tensor` between products.
         """
         width = config.d_model
         # Both norms: the input, and the result, which is the input of products.
@@ -66,7 +67,7 @@ class KeptByPyTorch:
         else:
             of_attention = 4 * width
             of_mlp = 2 * config.d_ff  # before and after the function
-        if getattr(config, "split_sequence", False):
+        if split_sequence or getattr(config, "split_sequence", False):
             return cls(0.0, of_norms + of_attention + of_mlp)
         return cls(of_norms, of_attention + of_mlp)
 
@@ -110,7 +111,14 @@ class EagerMicrobatch:
     room: float = JAX_ROOM
 
 
-def kept_bytes(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, unfused_norms: bool = False) -> int:
+def kept_bytes(
+    recipe: Recipe,
+    mesh: Mapping[str, int],
+    *,
+    rows: int,
+    unfused_norms: bool = False,
+    split_sequence: bool = False,
+) -> int:
     """Returns what PyTorch keeps of all layers without checkpointing, on one device.
 
     Args:
@@ -118,8 +126,9 @@ def kept_bytes(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, unfused_no
         mesh: degrees of its axes.
         rows: the sequences of a microbatch.
         unfused_norms: as for `KeptByPyTorch.of`.
+        split_sequence: likewise.
     """
-    kept = KeptByPyTorch.of(recipe.model, unfused_norms=unfused_norms)
+    kept = KeptByPyTorch.of(recipe.model, unfused_norms=unfused_norms, split_sequence=split_sequence)
     tokens = _tokens(recipe, mesh, rows)
     return round(recipe.model.n_layer * tokens * kept.bytes_on(mesh.get(TENSOR, 1)))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published_pipelines import Pipeline, pipeline_cost
+from benchmarks.published_pipelines import Division, Pipeline, pipeline_cost
 from benchmarks.published_pytorch import EagerMicrobatch
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Costs
@@ -59,12 +59,18 @@ def test_the_batch_goes_through_the_stages_in_its_microbatches():
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_stages", "head_s", "longest_s"),
-    [(8, 2, 0.0, 4.0), (8, 2, 2.0, 5.0), (40, 4, 2.0, 11.0), (7, 3, 0.5, 2.5), (8, 2, 9.0, 9.0)],
+    ("num_layers", "num_stages", "head_s", "division"),
+    [
+        (8, 2, 0.0, Division(4, 4, 4.0)),
+        (8, 2, 2.0, Division(5, 3, 5.0)),
+        (40, 4, 2.0, Division(11, 9, 11.0)),
+        (7, 3, 0.5, Division(3, 2, 3.0)),
+        (8, 2, 9.0, Division(8, 0, 9.0)),
+    ],
 )
-def test_layers_are_divided_so_that_the_slowest_stage_is_short(num_layers, num_stages, head_s, longest_s):
+def test_layers_are_divided_so_that_the_slowest_stage_is_fast(num_layers, num_stages, head_s, division):
     pipeline = Pipeline(num_layers, num_stages, num_microbatches=8, rows=1, mesh={})
-    assert pipeline.slowest_stage(1.0, head_s) == longest_s
+    assert pipeline.divided(1.0, head_s) == division
 
 
 def test_fewer_microbatches_wait_longer():
