@@ -177,7 +177,17 @@ def _eager(entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int) -> Ea
     assumptions = costs.machine.assumptions
     layers_bytes = 0
     more_s = 0.0
-    if remat == "none":
+    of_logits = 0
+    is_compiled = entry.get("compiled", False)  # then it fuses what XLA does
+    if not is_compiled:
+        of_logits = logits_bytes(
+            costs.recipe,
+            mesh,
+            rows=rows,
+            whole=entry.get("whole_logits", False),
+            fused_loss=entry.get("fused_loss", False),
+        )
+    if remat == "none" and not is_compiled:
         layers_bytes = kept_bytes(
             costs.recipe,
             mesh,
@@ -185,14 +195,13 @@ def _eager(entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int) -> Ea
             unfused_norms=unfused_norms,
             split_sequence=entry.get("split_sequence", False),
         )
-    if remat == "full":
+    if remat == "full" and not is_compiled:
         more_s += computed_again_s(costs.recipe, mesh, rows=rows, assumptions=assumptions)
     if unfused_norms:
         is_repeated = remat == "full"
         more_s += unfused_norms_s(costs.recipe, mesh, rows=rows, is_repeated=is_repeated, assumptions=assumptions)
     whole = entry.get("whole_logits", False)
     more_s += split_head_s(costs.recipe, mesh, rows=rows, whole=whole, assumptions=assumptions)
-    of_logits = logits_bytes(costs.recipe, mesh, rows=rows, whole=whole)
     return EagerMicrobatch(layers_bytes, of_logits, more_s, splits_tables=True, reserved=RESERVED, room=ROOM)
 
 

@@ -213,9 +213,9 @@ def _last_stage_bytes(memory: Memory, of_layers_bytes: int, eager: EagerMicrobat
         eager: what a microbatch takes in PyTorch.
     """
     kept_bytes = max(eager.layers_bytes, of_layers_bytes)
-    with_kept = memory.step_bytes + kept_bytes - of_layers_bytes
+    own_bytes = memory.in_layer_bytes if eager.logits_bytes else memory.step_bytes
     at_loss = _standing_bytes(memory) + kept_bytes + eager.logits_bytes
-    return max(with_kept, at_loss)
+    return max(own_bytes + kept_bytes - of_layers_bytes, at_loss)
 
 
 def _saved_in_layers(costs: Costs, variant: Variant) -> int:

@@ -96,7 +96,7 @@ class EagerMicrobatch:
 
     Attributes:
         layers_bytes: what all layers keep for backward.
-        logits_bytes: the most that logits, and what is computed from them, take at once.
+        logits_bytes: the most that logits, and what is computed from them, take at once; 0 for jshard's own.
         more_s: how much longer it computes; negative if it is shorter.
         splits_tables: whether the tables of tokens and head are split over `tensor`.
         reserved: of memory for values that come and go, for each byte of them.
@@ -133,7 +133,9 @@ def kept_bytes(
     return round(recipe.model.n_layer * tokens * kept.bytes_on(mesh.get(TENSOR, 1)))
 
 
-def logits_bytes(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, whole: bool = False) -> int:
+def logits_bytes(
+    recipe: Recipe, mesh: Mapping[str, int], *, rows: int, whole: bool = False, fused_loss: bool = False
+) -> int:
     """Returns what the loss takes in backward: the logits in 16 bits, and three arrays of their size in float32.
 
     These are the result of the log-softmax, its cotangents, and those of the logits.
@@ -143,11 +145,13 @@ def logits_bytes(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, whole: b
         mesh: degrees of its axes.
         rows: the sequences of a microbatch.
         whole: whether each device along `tensor` has all of them.
+        fused_loss: the loss is one kernel: beside the logits there are only their gradients in 16 bits.
     """
     num_logits = _tokens(recipe, mesh, rows) * recipe.model.vocab_size
     if not whole:
         num_logits /= mesh.get(TENSOR, 1)
-    return round(num_logits * (_ITEMSIZE + 3 * _FLOAT32_ITEMSIZE))
+    beside_them = _ITEMSIZE if fused_loss else 3 * _FLOAT32_ITEMSIZE
+    return round(num_logits * (_ITEMSIZE + beside_them))
 
 
 def computed_again_s(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, assumptions: Assumptions) -> float:

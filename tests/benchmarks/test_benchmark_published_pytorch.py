@@ -60,6 +60,7 @@ def test_logits_are_there_four_times():
     assert logits_bytes(run, {"fsdp": 1, "tensor": 4}, rows=1) == 2048 * 50_000 * 14 / 4
     assert logits_bytes(run, {"fsdp": 1, "tensor": 4}, rows=1, whole=True) == 2048 * 50_000 * 14
     assert logits_bytes(run, {"fsdp": 1, "context": 2}, rows=1) == 2048 * 50_000 * 7
+    assert logits_bytes(run, {"fsdp": 2}, rows=1, fused_loss=True) == 2048 * 50_000 * 4
 
 
 def test_the_last_product_of_each_layer_is_computed_again_and_its_parts_are_summed():
