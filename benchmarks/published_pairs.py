@@ -248,7 +248,7 @@ def _traces(kind: str, model: str, recipe: str, settings: tuple[str, ...]) -> Mo
 
 @functools.lru_cache(maxsize=64)
 def _stage_traces(whole: ModelTraces, num_layers: int) -> ModelTraces:
-    """Returns the traces of a model with fewer layers; without a loop over layers they are traced anew."""
+    """Returns the traces of a model with fewer layers; without a loop over layers they are its own."""
     recipe = override(whole.recipe, (f"model.n_layer={num_layers}",))
     if not recipe.model.scan:
         return ModelTraces(whole.model_file, recipe)

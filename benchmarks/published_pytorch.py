@@ -126,7 +126,7 @@ def kept_bytes(
         mesh: degrees of its axes.
         rows: the sequences of a microbatch.
         unfused_norms: as for `KeptByPyTorch.of`.
-        split_sequence: likewise.
+        split_sequence: as for `KeptByPyTorch.of`.
     """
     kept = KeptByPyTorch.of(recipe.model, unfused_norms=unfused_norms, split_sequence=split_sequence)
     tokens = _tokens(recipe, mesh, rows)
