@@ -127,7 +127,8 @@ def test_a_file_is_planned_before_compiling_and_counted(file):
 
 def test_configurations_share_what_is_traced_and_are_planned_as_alone(tmp_path):
     settings = ["batch_size=8", "accumulate=2", "model.remat=full"]
-    group = tiny_group(tiny("a", 200.0), tiny("b", 100.0, fsdp=1, tensor=2, settings=settings))
+    configurations = tiny("a", 200.0), tiny("b", 100.0, fsdp=1, tensor=2, settings=settings)
+    group = tiny_group(*configurations, framework="JAX")  # in PyTorch there would be more to it
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps({"groups": [group]}))
     published_pairs._traces.cache_clear()
