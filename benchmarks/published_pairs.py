@@ -6,6 +6,7 @@ Each is estimated before compiling, which takes a second, or compiled for its cl
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,6 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.published_pipelines import Pipeline, StepCost, pipeline_cost, step_cost
+from benchmarks.published_pytorch import (
+    RESERVED,
+    ROOM,
+    EagerMicrobatch,
+    computed_again_s,
+    kept_bytes,
+    logits_bytes,
+    split_head_s,
+    unfused_norms_s,
+)
 from benchmarks.ranking import (
     APART,
     Configuration,
@@ -30,15 +42,15 @@ from benchmarks.ranking import (
     worst,
 )
 from benchmarks.tables import markdown_table
-from jshard.cluster.compile import CompileRequest, Variant, compile_step
+from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.costs import Costs
-from jshard.cluster.machine import PlannedCluster, parse_known
+from jshard.cluster.machine import Machine, PlannedCluster, parse_known
+from jshard.cluster.model_traces import ModelTraces, StageTraces
 from jshard.cluster.report import ClusterPlan
-from jshard.cluster.search import ROOM
-from jshard.cluster.topology import parse_topology
+from jshard.cluster.topology import parse_topology, traced_for_device
 from jshard.errors import ShardingError
 from jshard.facts.device_files import SUFFIX
-from jshard.plans.mesh import PIPE
+from jshard.plans.mesh import PIPE, data_shards
 from jshard.recipes.model_file import load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
@@ -120,53 +132,127 @@ def plan_pairs(file: Path, *, by: By, only: str = "") -> dict[str, Any]:
 def _estimated(entry: Entry) -> dict[str, Any]:
     """Returns what is estimated before compiling."""
     cluster = cluster_of(entry)
-    recipe = _recipe(entry["model"], entry["recipe"], tuple(entry["settings"]))
-    shared = tuple(setting for setting in entry["settings"] if not setting.startswith("accumulate="))
-    costs = _costs(entry["model"], entry["recipe"], shared, entry["topology"], tuple(entry["assume"].items()))
+    recipe = _recipe(entry["model"], entry["recipe"], _settings(entry))
     mesh = _whole(entry["mesh"])
-    room_bytes = ROOM * cluster.topology.device.hbm_bytes
-    as_written, *with_more_in_flight = [costs.of(variant) for variant in _variants(entry, recipe, mesh)]
-    quickest = min((as_written, *with_more_in_flight), key=lambda cost: cost.step_s)
+    with traced_for_device(cluster.topology.device):  # decides which attention is traced
+        if mesh.get(PIPE, 1) > 1:
+            step = _estimated_pipeline(entry, recipe, mesh, cluster.machine)
+        else:
+            step = _estimated_step(entry, mesh, cluster.machine)
     return {
-        "settings_planned": list(quickest.variant.settings),
-        "step_s": quickest.step_s,
-        "planned_tokens_per_s_per_device": _tokens(recipe) / quickest.step_s / cluster.topology.num_devices,
-        "planned_gib": as_written.memory.step_bytes / 2**30,
-        "fits": as_written.memory.step_bytes <= room_bytes,
-        "not_in_the_estimate": list(as_written.left_out),
+        "step_s": step.step_s,
+        "planned_tokens_per_s_per_device": _tokens(recipe) / step.step_s / cluster.topology.num_devices,
+        "planned_gib": step.step_bytes / 2**30,
+        "fits": step.fits(cluster.topology.device.hbm_bytes),
+        "not_in_the_estimate": list(step.left_out),
     }
 
 
-def _variants(entry: Entry, recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Variant]:
-    """Yields a configuration as it is written, and with more microbatches in flight.
+def _estimated_step(entry: Entry, mesh: Mapping[str, int], machine: Machine) -> StepCost:
+    costs = _costs_on(entry, machine, _batch_settings(entry))
+    rows = costs.recipe.batch_size // costs.recipe.accumulate // data_shards(mesh)
+    return step_cost(costs, mesh, entry["units"], _eager(entry, costs, mesh, rows))
 
-    Pipelines elsewhere have all microbatches of a step in flight, sum gradients once, and hold the values of as many as
-    there are stages (1F1B). jshard holds those of all that are in flight. So the memory is that of the configuration as
-    written, with as many as there are stages, and the time is that of the quickest.
-    """
-    pipe = mesh.get(PIPE, 1)
-    in_flight = recipe.stages.microbatches or pipe
-    for factor in range(1, recipe.accumulate + 1):
-        if recipe.accumulate % factor:
-            continue
-        yield Variant(
-            name=entry["id"],
-            mesh=mesh,
-            accumulate=recipe.accumulate // factor,
-            units=entry["units"],
-            stage_microbatches=in_flight * factor if pipe > 1 else None,
+
+def _estimated_pipeline(entry: Entry, recipe: Recipe, mesh: Mapping[str, int], machine: Machine) -> StepCost:
+    pipeline = Pipeline.of(recipe, mesh)
+    of_stage = dataclasses.replace(machine, num_devices=machine.num_devices // pipeline.num_stages)
+    settings = (*pipeline.batch_settings, f"sync={_sync(entry)}")
+
+    def stage_of(num_layers: int) -> Costs:
+        return _costs_on(entry, of_stage, settings, num_layers)
+
+    def eager_of(costs: Costs) -> EagerMicrobatch:
+        return _eager(entry, costs, pipeline.mesh, pipeline.rows)
+
+    return pipeline_cost(stage_of, pipeline, entry["units"], eager_of)
+
+
+def _eager(entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int) -> EagerMicrobatch:
+    """Returns what a microbatch takes in PyTorch; nothing of its own, if that is not what ran."""
+    if "JAX" in entry["framework"]:
+        return EagerMicrobatch()
+    remat = entry["knobs"]["remat"]
+    unfused_norms = entry.get("unfused_norms", False)
+    assumptions = costs.machine.assumptions
+    layers_bytes = 0
+    more_s = 0.0
+    of_logits = 0
+    is_compiled = entry.get("compiled", False)  # then it fuses what XLA does
+    if not is_compiled:
+        of_logits = logits_bytes(
+            costs.recipe,
+            mesh,
+            rows=rows,
+            whole=entry.get("whole_logits", False),
+            fused_loss=entry.get("fused_loss", False),
         )
-        if pipe == 1:  # the first is the only one
-            return
+    if remat == "none" and not is_compiled:
+        layers_bytes = kept_bytes(
+            costs.recipe,
+            mesh,
+            rows=rows,
+            unfused_norms=unfused_norms,
+            split_sequence=entry.get("split_sequence", False),
+        )
+    if remat == "full" and not is_compiled:
+        more_s += computed_again_s(costs.recipe, mesh, rows=rows, assumptions=assumptions)
+    if unfused_norms:
+        is_repeated = remat == "full"
+        more_s += unfused_norms_s(costs.recipe, mesh, rows=rows, is_repeated=is_repeated, assumptions=assumptions)
+    whole = entry.get("whole_logits", False)
+    more_s += split_head_s(costs.recipe, mesh, rows=rows, whole=whole, assumptions=assumptions)
+    return EagerMicrobatch(layers_bytes, of_logits, more_s, splits_tables=True, reserved=RESERVED, room=ROOM)
 
 
-@functools.lru_cache(maxsize=4)  # as many as the settings of neighbors in a file differ
-def _costs(
-    model: str, recipe: str, settings: tuple[str, ...], topology: str, assume: tuple[tuple[str, Any], ...]
-) -> Costs:
-    """Returns the costs of configurations that differ in mesh and microbatches alone: they share what is traced."""
-    cluster = cluster_of({"topology": topology, "assume": dict(assume)})
-    return Costs(load_model_file(str(_MODELS / model)), _recipe(model, recipe, settings), cluster.machine)
+def _sync(entry: Entry) -> str:
+    """Returns when gradients are reduced: once a step by default where gathered parameters stay, as ZeRO-1 does."""
+    keeps_parameters = entry["units"].get("reshard_after_forward") is False
+    return entry.get("sync", "last" if keeps_parameters else "each")
+
+
+def _settings(entry: Entry) -> tuple[str, ...]:
+    """Returns the changes of the recipe."""
+    return (*entry["settings"], f"sync={_sync(entry)}")
+
+
+def _is_of_batch(setting: str) -> bool:
+    name, _, _ = setting.partition("=")
+    return name in ("batch_size", "accumulate", "sync")
+
+
+def _batch_settings(entry: Entry) -> tuple[str, ...]:
+    return tuple(setting for setting in _settings(entry) if _is_of_batch(setting))
+
+
+def _costs_on(entry: Entry, machine: Machine, batch_settings: Sequence[str], num_layers: int = 0) -> Costs:
+    """Returns the costs of a configuration; of one with fewer layers, if a number is given.
+
+    They share with others what is traced: it does not depend on the machine, nor on the batch.
+    """
+    settings = tuple(setting for setting in entry["settings"] if not _is_of_batch(setting))
+    kind, _, _ = entry["topology"].rpartition(":")
+    traces = _traces(kind, entry["model"], entry["recipe"], settings)
+    if num_layers:
+        traces = _stage_traces(traces, num_layers)
+    recipe = override(traces.recipe, batch_settings)
+    return Costs(traces.model_file, recipe, machine, traces=traces)
+
+
+@functools.lru_cache(maxsize=16)  # as many as the settings of neighbors in a file differ
+def _traces(kind: str, model: str, recipe: str, settings: tuple[str, ...]) -> ModelTraces:
+    """Returns the traces of a model on one kind of device."""
+    del kind  # the caller traces for it
+    return ModelTraces(load_model_file(str(_MODELS / model)), _recipe(model, recipe, settings))
+
+
+@functools.lru_cache(maxsize=64)
+def _stage_traces(whole: ModelTraces, num_layers: int) -> ModelTraces:
+    """Returns the traces of a model with fewer layers; without a loop over layers they are its own."""
+    recipe = override(whole.recipe, (f"model.n_layer={num_layers}",))
+    if not recipe.model.scan:
+        return ModelTraces(whole.model_file, recipe)
+    return StageTraces(whole, recipe)
 
 
 def _recipe(model: str, recipe: str, settings: tuple[str, ...]) -> Recipe:
@@ -184,7 +270,7 @@ def _compiled(entry: Entry) -> dict[str, Any]:
     request = CompileRequest(
         model=str(_MODELS / entry["model"]),
         recipe=entry["recipe"],
-        settings=tuple(entry["settings"]),
+        settings=_settings(entry),
         mesh=entry["mesh"],
         units=entry["units"],
         topology=topology_of(entry),
@@ -192,7 +278,7 @@ def _compiled(entry: Entry) -> dict[str, Any]:
     )
     plan = ClusterPlan.of(compile_step(request), cluster=cluster, name=entry["id"])
     step_s = plan.estimates.stated.step_s
-    recipe = _recipe(entry["model"], entry["recipe"], tuple(entry["settings"]))
+    recipe = _recipe(entry["model"], entry["recipe"], _settings(entry))
     return {
         "step_s": step_s,
         "planned_tokens_per_s_per_device": _tokens(recipe) / step_s / cluster.topology.num_devices,

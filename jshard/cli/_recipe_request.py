@@ -20,13 +20,14 @@ from jshard.cli._devices import parse_mesh
 from jshard.data import Data
 from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
+from jshard.inspect.memory import gathered_once
 from jshard.plans.mesh import AnyMesh
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.ema import with_averages
 from jshard.recipes.hf_config import settings_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override, parse_units
-from jshard.recipes.recipe import Recipe, check_batch, check_recipe, tree
+from jshard.recipes.recipe import Recipe, check_batch, check_recipe, gathers_once, tree
 
 RecipeArgsType = TypeVar("RecipeArgsType", bound=RecipeArgs)
 
@@ -196,4 +197,6 @@ def explained(request: RecipeRequest, mesh: AnyMesh, data: Data | None = None) -
         trained = model_file.trained(request.recipe)
         explanation = js.explain(model, optimizer=optimizer, loss_fn=model_file.loss, batch=batch, wrt=trained)
     memory = with_averages(explanation.memory, explanation.plan, request.recipe)
+    if gathers_once(request.recipe):
+        memory = gathered_once(memory, explanation.plan)
     return dataclasses.replace(explanation, memory=memory)

@@ -15,10 +15,12 @@ from jshard._text import counted, human_bytes
 from jshard.cli._devices import as_option
 from jshard.cli._request import Request
 from jshard.data import Data
+from jshard.inspect.communication import BACKWARD
 from jshard.inspect.explain import Explanation
 from jshard.inspect.memory import Memory
 from jshard.inspect.plan_tables import beyond_the_sums
 from jshard.plans.plan import ShardPlan
+from jshard.recipes.recipe import Recipe, gathers_once
 
 _MARGIN = len("traffic") + 2
 
@@ -30,7 +32,7 @@ def summary(request: Request, explanation: Explanation, mesh: Mesh, data: Data, 
         "model": f"{request.model_file.path.stem}, recipe {request.name}: {_size_text(plan)}",
         "mesh": f"{_mesh_text(mesh)} on {devices_text()}",
         "memory": _memory_text(explanation.memory),
-        "traffic": _traffic_text(explanation, request.recipe.accumulate),
+        "traffic": _traffic_text(explanation, request.recipe),
         "data": data.description,
         "folder": f"{out} (all tables of the plan: --dry-run)",
     }
@@ -76,9 +78,14 @@ def _memory_text(memory: Memory) -> str:
     return text
 
 
-def _traffic_text(explanation: Explanation, accumulate: int) -> str:
-    """Returns what a device sends for parameters and gradients: all of it for each microbatch."""
-    sent_bytes = accumulate * sum(row.wire_bytes for row in explanation.traffic)
+def _traffic_text(explanation: Explanation, recipe: Recipe) -> str:
+    """Returns what a device sends for parameters and gradients: all of it for each microbatch, or once a step."""
+    if gathers_once(recipe):
+        # What backward has gathered in each microbatch is there already.
+        traffic = [row for row in explanation.traffic if not row.purpose.startswith(BACKWARD)]
+        sent_bytes = sum(row.wire_bytes for row in traffic)
+    else:
+        sent_bytes = recipe.accumulate * sum(row.wire_bytes for row in explanation.traffic)
     text = f"{human_bytes(sent_bytes)} sent per device and step"
     gathered_bytes = explanation.plan.gathered_part.logical_bytes
     if gathered_bytes:

@@ -218,6 +218,7 @@ class CompiledStep:
     batch_size: int
     sequence_length: int
     accumulate: int
+    sync: str
     flops: float  # arithmetic of a step over all devices, as for the MFU
     flops_formula: str
     trace_s: float

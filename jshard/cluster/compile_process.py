@@ -98,6 +98,7 @@ def _compiled_step(request: CompileRequest) -> CompiledStep:
         batch_size=recipe.batch_size,
         sequence_length=recipe.sequence_length,
         accumulate=recipe.accumulate,
+        sync=recipe.sync,
         flops=flops,
         flops_formula=formula,
         trace_s=traced_s - start_s,
@@ -141,7 +142,10 @@ def lowered_step(
     )
     batch = batch_of(model_file, recipe, recipe.batch_size, mesh)
     ema = ema_of(recipe, model, model_file.trained(recipe))
-    return model, lower_step(model_file.loss_fn, model, optimizer, batch, accumulate=recipe.accumulate, ema=ema)
+    lowered = lower_step(
+        model_file.loss_fn, model, optimizer, batch, accumulate=recipe.accumulate, sync=recipe.sync, ema=ema
+    )
+    return model, lowered
 
 
 def _compiled(lowered: jax.stages.Lowered, options: Options, topology: Topology) -> jax.stages.Compiled:

@@ -21,7 +21,7 @@ import jshard as js
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import Variant
 from jshard.cluster.machine import Machine
-from jshard.cluster.model_costs import KernelTimes, ModelTraffic, kernel_times
+from jshard.cluster.model_costs import KernelTimes, ModelTraffic, kernel_times, without_parameter_work
 from jshard.cluster.model_traces import Degrees, ModelTraces, Settings, alike
 from jshard.cluster.predicted_stages import (
     check_divides,
@@ -32,9 +32,9 @@ from jshard.cluster.predicted_stages import (
 )
 from jshard.engine.chosen_remat import chosen_for, with_chosen_remats
 from jshard.inspect.activations import Activations, saved_arrays
-from jshard.inspect.communication import FORWARD, unit_traffic
+from jshard.inspect.communication import BACKWARD, FORWARD, unit_traffic
 from jshard.inspect.hlo.collectives import group_along
-from jshard.inspect.memory import Memory, kept_bytes, memory_of
+from jshard.inspect.memory import Memory, gathered_once, kept_bytes, memory_of, whole_sums_bytes
 from jshard.inspect.partitioned import MODEL_AXES
 from jshard.inspect.plan_tables import folded_units
 from jshard.inspect.staged_memory import stages_memory
@@ -47,7 +47,7 @@ from jshard.recipes.building import batch_of
 from jshard.recipes.ema import with_averages
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
-from jshard.recipes.recipe import Recipe, check_batch
+from jshard.recipes.recipe import Recipe, check_batch, gathers_once
 
 _UPDATE_PASSES = 7.0  # over the parameter shard: AdamW reads four arrays and writes three
 _UPDATE_KERNELS = 3  # of each parameter: its cast gradient's norm, the scaled gradient, and the update
@@ -164,13 +164,18 @@ class Costs:
 
         remat = _remat_setting(variant)
         axes = _model_axes(variant)
-        computed = self._computed(rows, remat, alike(axes))
+        is_once = gathers_once(recipe)
+        computed = self._computed(rows, remat, alike(axes), is_once)
         saved = dataclasses.replace(computed.saved, saved_bytes=computed.saved.saved_bytes + planned.kept_bytes)
         memory = planned.memory.with_activations(saved, num_microbatches=recipe.accumulate)
         memory = dataclasses.replace(memory, stages=stages_memory(plan))
+        once_s = 0.0
+        if is_once:
+            memory = gathered_once(memory, plan)
+            once_s = _once_s(plan, self.machine.assumptions)
 
         collectives = [
-            *planned.collectives,
+            *(() if is_once else planned.collectives),
             *_between_places(plan, recipe.stages, self.machine.assumptions),
             *self._over_model_axes(plan, computed.over_model_axes),
             *self._copies_of_activations(memory),
@@ -185,10 +190,16 @@ class Costs:
             variant=requested,
             memory=memory,
             work=dataclasses.replace(work, slowdown_s=overlap.slowdown_s * recipe.accumulate),
-            communication_s=overlap.communication_s * recipe.accumulate + copies_s,
-            exposed_s=overlap.exposed_s * recipe.accumulate + copies_s,
+            communication_s=overlap.communication_s * recipe.accumulate + once_s + copies_s,
+            exposed_s=overlap.exposed_s * recipe.accumulate + once_s + copies_s,
             left_out=tuple(self._left_out(plan, memory)),
         )
+
+    def saved(self, variant: Variant) -> Activations:
+        """Returns what a device saves of a microbatch between forward and backward."""
+        recipe = override(self.recipe, variant.settings)
+        rows = recipe.batch_size // recipe.accumulate // data_shards(variant.mesh)
+        return self.traces.saved(rows, _remat_setting(self._settled(variant)), _model_axes(variant))
 
     def remat_of(self, variant: Variant) -> str:
         """Returns the remat policy of the layers in a configuration; of "auto" the one that it chooses."""
@@ -249,19 +260,23 @@ class Costs:
         return self.recipe.optimizer()
 
     @functools.cache  # noqa: B019
-    def _computed(self, rows: int, remat: str, axes: Degrees) -> _Microbatch:
+    def _computed(self, rows: int, remat: str, axes: Degrees, is_once: bool) -> _Microbatch:
         """Returns what a microbatch takes, whichever mesh has its devices.
 
         Args:
             rows: sequences of a device.
             remat: the policy of the layers.
             axes: degrees that are alike for it, as `alike` returns them.
+            is_once: whether parameters are gathered and gradients reduced once a step, in none of its microbatches.
         """
         step = self.traces.step(rows, remat, axes)
+        kernels = step.kernels
+        if is_once:
+            kernels = without_parameter_work(kernels, self.traces.step(0, remat, axes).kernels)
         saved = self.traces.saved(rows, remat, axes)
         return _Microbatch(
             saved=dataclasses.replace(saved, live=step.live),
-            times=kernel_times(step.kernels, self.machine.assumptions),
+            times=kernel_times(kernels, self.machine.assumptions),
             over_model_axes=tuple(self.traces.traffic(rows, remat, axes)),
             between_data_shards=step.collectives,
         )
@@ -293,7 +308,10 @@ class Costs:
     def _work(self, plan: ShardPlan, recipe: Recipe, times: KernelTimes) -> StepWork:
         """Returns the computation of a step on one device."""
         num_microbatches = recipe.accumulate
-        sums_s = sums_bytes(plan) / self._reached_bytes_per_s
+        added_bytes = sums_bytes(plan)
+        if gathers_once(recipe):
+            added_bytes += _added_bytes(plan)
+        sums_s = added_bytes / self._reached_bytes_per_s
         return StepWork(
             products_s=num_microbatches * times.products_s,
             small_products_s=num_microbatches * times.small_products_s,
@@ -391,6 +409,31 @@ def _collectives(plan: ShardPlan, assumptions: Assumptions) -> Iterator[Collecti
             is_exchange = transfer.kind == "all-to-all" and bool(plan.stages)
             is_alone = unit.name == root.name or waits_for_gather or is_exchange
             yield Collectives(transfer.phase, folded.count * layers, transfer.seconds, is_alone)
+
+
+def _once_s(plan: ShardPlan, assumptions: Assumptions) -> float:
+    """Returns the time to gather all parameters before the first microbatch, and to reduce gradients after the last.
+
+    Nothing is computed meanwhile.
+    """
+    degrees = dict(plan.mesh)
+    total_s = 0.0
+    for folded in folded_units(plan):
+        for traffic in unit_traffic(plan, folded.first.name):
+            if traffic.group_size == 1 or traffic.purpose.startswith(BACKWARD):  # sends nothing; gathered already
+                continue
+            group = group_along(degrees, traffic.axes)[:: traffic.apart][: traffic.group_size]
+            total_s += folded.count * assumptions.transfer_s(traffic.kind, traffic.full_bytes, group)
+    return total_s
+
+
+def _added_bytes(plan: ShardPlan) -> int:
+    """Returns what a device reads and writes to add the whole gradients of a microbatch to their sums."""
+    computed_bytes = 0
+    for leaf in plan.leaves:
+        if leaf.trained and leaf.placement.gathered:
+            computed_bytes += leaf.placement.gathered_bytes
+    return 2 * whole_sums_bytes(plan) + computed_bytes
 
 
 @dataclasses.dataclass(frozen=True)

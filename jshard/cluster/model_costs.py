@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jshard.cluster.assumptions import Assumptions
 from jshard.inspect.hlo.collectives import group_along
@@ -69,6 +69,8 @@ def traffic_of_rows(
 
 # ---- how long its kernels take
 
+_LEAST_GROWTH = 1e-6  # of what a kernel reads and writes, from an empty batch; less is rounding
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelTimes:
@@ -84,6 +86,23 @@ class KernelTimes:
     def total_s(self) -> float:
         """Returns all of it."""
         return self.forward_s + self.backward_s
+
+
+def without_parameter_work(kernels: Sequence[KernelWork], of_no_rows: Sequence[KernelWork]) -> list[KernelWork]:
+    """Returns the kernels of a microbatch without those that only read and write parameters and their gradients.
+
+    They cast what is gathered, and what is reduced. Where both are done once a step, no microbatch has them.
+
+    Args:
+        kernels: of a microbatch.
+        of_no_rows: the same, of an empty one.
+    """
+    kept = []
+    for kernel, empty in zip(kernels, of_no_rows, strict=True):
+        grows = kernel.work.memory_bytes > (1 + _LEAST_GROWTH) * empty.work.memory_bytes
+        if kernel.work.products or grows:
+            kept.append(kernel)
+    return kept
 
 
 def kernel_times(kernels: Iterable[KernelWork], assumptions: Assumptions) -> KernelTimes:

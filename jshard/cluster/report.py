@@ -133,7 +133,7 @@ class ClusterPlan(Printed):
     @classmethod
     def of(cls, step: CompiledStep, *, cluster: PlannedCluster, name: str) -> ClusterPlan:
         """Reads a compiled step, and replays it under the assumptions about the cluster."""
-        audited = audit(step.text, plan=step.plan, memory=step.memory, accumulate=step.accumulate)
+        audited = audit(step.text, plan=step.plan, memory=step.memory, accumulate=step.accumulate, sync=step.sync)
         estimates = cluster.estimate(audited.schedule)
         return cls(name=name, cluster=cluster, step=step, audit=audited, estimates=estimates, notes=step.notes)
 
@@ -309,6 +309,7 @@ class ClusterPlan(Printed):
             "batch_size": step.batch_size,
             "sequence_length": step.sequence_length,
             "accumulate": step.accumulate,
+            "sync": step.sync,
             "mesh": dict(step.plan.mesh),
             "communication_per_step": [dataclasses.asdict(traffic) for traffic in traffic_of(step.plan)],
             "compiled": compiled,

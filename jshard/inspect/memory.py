@@ -19,6 +19,7 @@ from jshard.inspect.communication.staged import paths_gathered_on_stages, paths_
 from jshard.inspect.staged_memory import StagesMemory, stages_memory
 from jshard.plans.array_paths import key_texts
 from jshard.plans.memories import HOST_KIND
+from jshard.plans.mesh import data_shards
 from jshard.plans.model_axes import degree_of
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
@@ -102,15 +103,27 @@ class Memory:
         The peak is where backward begins, at the head, or where it computes a layer, whichever is larger. Of one
         microbatch there are no gradients yet at the head.
         """
-        gathered = self.largest_unit_bytes + self.prefetched_bytes
-        on_stages = self.stages.total_bytes if self.stages is not None else 0
         standing = self.held_bytes + self.kept_bytes
         if self.activations_bytes is None:
-            return standing + self.gradients_bytes + max(gathered + self.largest_gradient_bytes, on_stages)
+            beside = max(self._gathered_bytes + self.largest_gradient_bytes, self._on_stages_bytes)
+            return standing + self.gradients_bytes + beside
         at_head = standing + self.sums_bytes + self.live_outside_bytes
-        beside_layer = max(gathered + self.layer_gradient_bytes, on_stages)
-        in_layer = standing + self.gradients_bytes + self.live_in_layers_bytes + beside_layer
-        return max(at_head, in_layer)
+        return max(at_head, self.in_layer_bytes)
+
+    @property
+    def in_layer_bytes(self) -> int:
+        """The memory of a device while it computes a layer, with all gradients."""
+        beside_layer = max(self._gathered_bytes + self.layer_gradient_bytes, self._on_stages_bytes)
+        standing = self.held_bytes + self.kept_bytes
+        return standing + self.gradients_bytes + self.live_in_layers_bytes + beside_layer
+
+    @property
+    def _gathered_bytes(self) -> int:
+        return self.largest_unit_bytes + self.prefetched_bytes
+
+    @property
+    def _on_stages_bytes(self) -> int:
+        return self.stages.total_bytes if self.stages is not None else 0
 
 
 def memory_of(plan: ShardPlan, *, optimizer: AnyOptimizer | None = None) -> Memory:
@@ -271,6 +284,52 @@ def _unreduced_bytes(leaves: Sequence[LeafPlan]) -> int:
             elements = placement.stored_size * placement.degree // placement.shards // placement.layers
             total += elements * jnp.dtype(placement.reduce_dtype).itemsize
     return total
+
+
+# ---- gathered once for all microbatches
+
+
+def gathered_once(memory: Memory, plan: ShardPlan) -> Memory:
+    """Returns the memory of a step whose parameters are gathered once, and whose gradients are reduced once.
+
+    Meanwhile a device holds whole copies of the parameters, and the whole sums of their gradients in the reduce dtype.
+
+    Args:
+        memory: of a step that gathers and reduces in each microbatch.
+        plan: of the model.
+    """
+    if data_shards(dict(plan.mesh)) == 1:  # nothing is gathered, nor reduced
+        return memory
+    copies_bytes = sum(copy_bytes(leaf.placement) for leaf in plan.leaves)
+    sums_bytes = whole_sums_bytes(plan)
+    return dataclasses.replace(
+        memory,
+        kept_bytes=copies_bytes,
+        largest_unit="",
+        largest_unit_bytes=0,
+        prefetched_bytes=0,
+        gradients_bytes=sums_bytes,
+        sums_bytes=sums_bytes,
+    )
+
+
+def whole_sums_bytes(plan: ShardPlan) -> int:
+    """Returns the bytes on a device of sums of whole gradients, before they are reduced."""
+    total = 0
+    for leaf in plan.leaves:
+        placement = leaf.placement
+        if not leaf.trained or placement.on_host:
+            continue
+        if placement.gathered:
+            total += whole_elements(placement) * jnp.dtype(placement.reduce_dtype).itemsize
+        else:
+            total += placement.bytes_per_device
+    return total
+
+
+def whole_elements(placement: Placement) -> int:
+    """Returns the elements of the gathered copy of a parameter on a device, all layers."""
+    return placement.gathered_bytes // jnp.dtype(placement.gathered_dtype).itemsize
 
 
 # ---- optimizer state, and averages of the weights

@@ -95,6 +95,8 @@ class Recipe:
         clip_norm: largest global norm of the gradient.
         loss_scale: "dynamic", "none", or "auto": dynamic where units compute or reduce in float16.
         accumulate: microbatches per step.
+        sync: of several microbatches, whether parameters are gathered and gradients reduced in "each" of them, or once
+            a step, after the "last": as for `js.value_and_grad`.
         eval_every: steps between two evaluations; one always follows the last step.
         eval_sequences: held-out sequences per evaluation, spread evenly over the held-out text.
         checkpoint_every: steps between two checkpoints; one always follows the last step.
@@ -127,6 +129,7 @@ class Recipe:
     clip_norm: float = 1.0
     loss_scale: str = "auto"
     accumulate: int = 1
+    sync: str = "each"
     eval_every: int = 1000
     eval_sequences: int = 1024
     checkpoint_every: int = 1000
@@ -211,6 +214,7 @@ _LEAST = {
 _MAY_BE_NONE = ("patience",)
 _MOST = 2**63 - 1
 LOSS_SCALES = ("auto", "dynamic", "none")
+_SYNCS = ("each", "last")
 _MODES = ("min", "max")
 _EMA_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 _SEEDS = 2**32  # the seeds that grain takes
@@ -270,6 +274,11 @@ def _check_optimizer(recipe: Recipe) -> None:
     )
 
 
+def gathers_once(recipe: Recipe) -> bool:
+    """Returns whether a step gathers parameters and reduces gradients once for several microbatches."""
+    return recipe.sync == "last" and recipe.accumulate > 1
+
+
 def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
     """Raises a `RecipeError` unless a recipe's batches split over a mesh, each microbatch and each sequence evenly."""
     _check_length(recipe, mesh)
@@ -326,6 +335,8 @@ def _invalid_values(recipe: Recipe) -> Iterator[_InvalidValue]:
             yield invalid_count
     if recipe.loss_scale not in LOSS_SCALES:
         yield _InvalidValue("loss_scale", f"loss_scale must be one of {', '.join(LOSS_SCALES)}.", "auto")
+    if recipe.sync not in _SYNCS:
+        yield _InvalidValue("sync", f"sync must be one of {', '.join(_SYNCS)}.", "each")
     if not _is_finite(recipe.learning_rate):
         yield _InvalidValue("learning_rate", "learning_rate must be a finite number, 0 or more.", 1e-3)
     if recipe.monitor_mode not in _MODES:

@@ -56,6 +56,7 @@ class TrainStep:
             that it does not update are frozen; with a `LossScale` around it the loss is scaled.
         batch: a batch as in later calls (`js.shard_batch`); only shapes and shardings are read.
         accumulate: number of microbatches of a batch; loss and metrics are the means over them, by their weights.
+        sync: when gradients are reduced, in "each" microbatch or after the "last"; as for `js.value_and_grad`.
         learning_rate: the optimizer's schedule, for the record.
         ema: an average of the model's weights, which the step updates after them; none by default.
         compiler_options: as from `js.compiler_options()`; none by default.
@@ -77,6 +78,7 @@ class TrainStep:
         batch: PyTree,
         *,
         accumulate: int = 1,
+        sync: str = "each",
         learning_rate: optax.Schedule | None = None,
         ema: Ema | None = None,
         compiler_options: Mapping[str, Any] | None = None,
@@ -96,6 +98,7 @@ class TrainStep:
             batch,
             self.mesh,
             accumulate=accumulate,
+            sync=sync,
             learning_rate=learning_rate,
         )
         self._program = traced.lower().compile(compiler_options=dict(compiler_options or {}))
@@ -198,10 +201,11 @@ def lower_step(
     batch: PyTree,
     *,
     accumulate: int = 1,
+    sync: str = "each",
     ema: Ema | None = None,
 ) -> jax.stages.Lowered:
     """Returns the program of a `TrainStep`, lowered but not compiled: the state and the batch may be abstract."""
-    return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate, ema=ema).lower()
+    return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate, sync=sync, ema=ema).lower()
 
 
 def trace_step(
@@ -211,6 +215,7 @@ def trace_step(
     batch: PyTree,
     *,
     accumulate: int = 1,
+    sync: str = "each",
     ema: Ema | None = None,
 ) -> jax.stages.Traced:
     """Returns the traced JAX program of `lower_step`, with the same arguments; its equations can be read."""
@@ -223,7 +228,7 @@ def trace_step(
         # As `_on_mesh` does with arrays: counters of an optimizer may not be on the mesh yet.
         sharding = getattr(leaf, "sharding", None) or everywhere
         placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
-    return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate=accumulate, learning_rate=None)
+    return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate=accumulate, sync=sync, learning_rate=None)
 
 
 def _traced(
@@ -235,6 +240,7 @@ def _traced(
     mesh: Mesh,
     *,
     accumulate: int,
+    sync: str,
     learning_rate: optax.Schedule | None,
 ) -> jax.stages.Traced:
     paths_before = _paths(jax.tree.unflatten(tree, leaves))
@@ -245,7 +251,7 @@ def _traced(
         rate: dict[str, jax.typing.ArrayLike] = {}
         if learning_rate is not None:  # of this step: the update counts on
             rate["learning_rate"] = learning_rate(optimizer.step[...])
-        run = scaled_value_and_grad(with_metrics(loss_fn), optimizer, accumulate=accumulate, has_aux=True)
+        run = scaled_value_and_grad(with_metrics(loss_fn), optimizer, accumulate=accumulate, sync=sync, has_aux=True)
         (loss, metrics), grads = run(model, batch)
         # Of microbatches, metrics come stacked.
         mean = mean_over if accumulate > 1 else mean_of

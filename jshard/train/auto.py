@@ -242,6 +242,7 @@ def _step_times_s(
         *state,
         batch_like(data, recipe.batch_size, mesh),
         accumulate=recipe.accumulate,
+        sync=recipe.sync,
         ema=ema_of(recipe, model, model_file.trained(recipe)),
         compiler_options=compiler_options,
     )

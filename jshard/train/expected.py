@@ -22,7 +22,8 @@ from jshard.plans.plan import ShardPlan
 from jshard.recipes.recipe import Recipe
 
 _SAVED = "jshard plan MODEL --topology DEVICE:SHAPE --json > plan.json"
-_BATCH_SETTINGS = ("batch_size", "sequence_length", "accumulate")
+_STEP_SETTINGS = ("batch_size", "sequence_length", "accumulate", "sync")
+_EARLIER = {"sync": "each"}  # of plans of earlier versions, which do not say it
 
 
 # The parts of a plan that are compared, as `jshard plan --topology ... --json` prints them.
@@ -75,6 +76,7 @@ class _NeededOfAPlan(TypedDict):
 class _PlannedStep(_NeededOfAPlan, total=False):
     sequence_length: int | None
     accumulate: int
+    sync: str  # absent in plans of earlier versions
     train_command: str
     compiler: str  # absent in plans of earlier versions
     device: str
@@ -123,11 +125,11 @@ class ExpectedStep:
     def check_request(self, recipe: Recipe, mesh: Mesh) -> None:
         """Raises a `ShardingError` if the run has another mesh or batch than the plan."""
         requested: dict[str, object] = {"mesh": dict(mesh.shape)}
-        for name in _BATCH_SETTINGS:
+        for name in _STEP_SETTINGS:
             requested[name] = getattr(recipe, name)
         differences = []
         for name, value in requested.items():
-            planned = self.plan.get(name)
+            planned = self.plan.get(name, _EARLIER.get(name))
             if not _is_same(value, planned):
                 differences.append(f"{name} {_setting_text(value)}, planned {_setting_text(planned)}")
         if differences:

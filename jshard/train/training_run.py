@@ -157,13 +157,14 @@ class TrainingRun:
                 state.optimizer,
                 batch,
                 accumulate=self.recipe.accumulate,
+                sync=self.recipe.sync,
                 learning_rate=self.recipe.recorded_rate,
                 ema=state.ema,
                 compiler_options=self.options.compiler_options,
             )
         if self.options.expect is not None:
             planned = as_traced(plan(step.model, wrt=self.model_file.trained(self.recipe)))
-            compiled = audit(step.compiled, plan=planned, accumulate=self.recipe.accumulate)
+            compiled = audit(step.compiled, plan=planned, accumulate=self.recipe.accumulate, sync=self.recipe.sync)
             first = self._devices[0]
             line = self.options.expect.check(compiled, platform=first.platform, compiler=compiler_of(first))
             self.options.say(line)

@@ -8,6 +8,7 @@ from benchmarks import published, published_pairs
 from benchmarks.ranking import REMATS
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Costs
+from jshard.cluster.topology import traced_for_device
 from jshard.plans.mesh import data_shards
 from jshard.recipes.model_file import load_model_file
 from jshard.recipes.overrides import override
@@ -126,19 +127,52 @@ def test_a_file_is_planned_before_compiling_and_counted(file):
 
 def test_configurations_share_what_is_traced_and_are_planned_as_alone(tmp_path):
     settings = ["batch_size=8", "accumulate=2", "model.remat=full"]
-    group = tiny_group(tiny("a", 200.0), tiny("b", 100.0, fsdp=1, tensor=2, settings=settings))
+    configurations = tiny("a", 200.0), tiny("b", 100.0, fsdp=1, tensor=2, settings=settings)
+    group = tiny_group(*configurations, framework="JAX")  # in PyTorch there would be more to it
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps({"groups": [group]}))
-    published_pairs._costs.cache_clear()
+    published_pairs._traces.cache_clear()
     together = published_pairs.plan_pairs(path, by="estimate")["configurations"]
-    assert published_pairs._costs.cache_info().misses == 1
+    assert published_pairs._traces.cache_info().misses == 1
     entry = together[1]
     model_file = load_model_file(str(published_pairs._MODELS / entry["model"]))
     recipe = override(model_file.recipe(entry["recipe"])[1], entry["settings"])
-    costs = Costs(model_file, recipe, published_pairs.cluster_of(entry).machine)
-    alone = costs.of(Variant(name="alone", mesh={"replica": 1, **entry["mesh"]}, units=entry["units"]))
+    cluster = published_pairs.cluster_of(entry)
+    with traced_for_device(cluster.topology.device):
+        costs = Costs(model_file, recipe, cluster.machine)
+        alone = costs.of(Variant(name="alone", mesh={"replica": 1, **entry["mesh"]}, units=entry["units"]))
     assert entry["step_s"] == alone.step_s
     assert entry["planned_gib"] == alone.memory.step_bytes / 2**30
+
+
+def test_attention_is_that_of_the_published_device(tmp_path):
+    """Flash attention reads and writes no scores: on a GPU long sequences take less memory than in plain form."""
+    settings = ["batch_size=2", "accumulate=1", "model.remat=minimal_flash"]
+    long = ["model.scan=true", "model.compute_dtype=bfloat16", "model.block_size=4096", "sequence_length=4096"]
+    group = tiny_group(
+        tiny("auto", 200.0, settings=settings),
+        tiny("plain", 100.0, settings=[*settings, "model.attention=xla"]),
+        settings=long,
+    )
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps({"groups": [group]}))
+    auto, plain = published_pairs.plan_pairs(path, by="estimate")["configurations"]
+    assert auto["planned_gib"] < 0.7 * plain["planned_gib"]
+    assert auto["step_s"] < plain["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "sync"),
+    [
+        ({"units": {}}, "each"),
+        ({"units": {"reshard_after_forward": False}}, "last"),
+        ({"units": {"reshard_after_forward": False}, "sync": "each"}, "each"),
+        ({"units": {}, "sync": "last"}, "last"),
+    ],
+    ids=["ZeRO-3", "ZeRO-1", "ZeRO-2", "asked"],
+)
+def test_gradients_are_reduced_once_a_step_where_parameters_stay(entry, sync):
+    assert published_pairs._sync(entry) == sync
 
 
 def test_only_some_of_a_file_are_planned(file):

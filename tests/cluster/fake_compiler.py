@@ -68,6 +68,7 @@ def step_of(asked: CompileRequest, *, peak_bytes: int, products: int = 1) -> Com
         batch_size=recipe.batch_size,
         sequence_length=recipe.sequence_length,
         accumulate=recipe.accumulate,
+        sync=recipe.sync,
         flops=1e12,
         flops_formula="made up",
         trace_s=1.0,

@@ -10,7 +10,7 @@ import jshard as js
 from jshard.cluster import model_traces
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Costs
-from jshard.cluster.model_traces import ModelTraces
+from jshard.cluster.model_traces import ModelTraces, StageTraces
 from jshard.cluster.search import is_same
 from jshard.recipes.building import abstract_model
 from jshard.recipes.overrides import override
@@ -82,6 +82,24 @@ def test_microbatches_hold_less_and_wait_more(costs):
     assert parts.memory.held_bytes == whole.memory.held_bytes
     assert parts.communication_s == pytest.approx(4 * whole.communication_s)
     assert parts.exposed_s > whole.exposed_s
+
+
+def test_gradients_reduced_once_a_step_are_held_whole_and_sent_once(costs):
+    """As `js.value_and_grad(sync="last")`: whole copies of parameters, and whole sums in the reduce dtype."""
+    each = cost(costs, accumulate=4)
+    last = cost(costs.on(costs.machine, settings=("sync=last",)), accumulate=4)
+    num_elements = costs.traces.plan((("replica", 1), ("fsdp", 8)), {}).num_parameters
+    assert each.memory.sums_bytes < last.memory.sums_bytes == pytest.approx(4 * num_elements, rel=0.01)
+    assert last.memory.gradients_bytes == last.memory.sums_bytes
+    assert last.memory.kept_bytes == pytest.approx(4 * num_elements, rel=0.03)  # but for what is replicated
+    assert last.memory.held_bytes == each.memory.held_bytes
+    assert last.communication_s < each.communication_s / 3
+    assert last.exposed_s == pytest.approx(last.communication_s)  # nothing hides it
+
+
+def test_of_one_microbatch_gradients_are_reduced_at_once_in_any_case(costs):
+    once = cost(costs.on(costs.machine, settings=("sync=last",)))
+    assert is_same(once, cost(costs))
 
 
 def test_remat_holds_less_and_computes_more():
@@ -156,3 +174,23 @@ def test_what_a_mesh_needs_at_least(costs):
     found = cost(costs).memory
     assert whole == found.held_bytes + found.gradients_bytes
     assert 1.8 * whole < halves < 2 * whole
+
+
+@pytest.mark.parametrize("axes", [(), (("tensor", 2),)], ids=["whole", "tensor"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_model_of_fewer_layers_is_the_same_program_in_fewer_rounds(remat, axes):
+    """What its own traces say follows from those of the whole model."""
+    whole = ModelTraces(GPT, override(micro(), ("model.scan=true", "model.n_layer=11")))
+    few = ModelTraces(GPT, override(micro(), ("model.scan=true", "model.n_layer=5")))
+    derived = StageTraces(whole, few.recipe)
+    step, traced = derived.step(24, remat, axes), few.step(24, remat, axes)
+    assert [kernel.rounds for kernel in step.kernels] == [kernel.rounds for kernel in traced.kernels]
+    for kernel, own in zip(step.kernels, traced.kernels, strict=True):
+        # But for casts of a whole stack of parameters.
+        assert kernel.work == own.work or not (own.work.products or own.rounds > 1)
+    assert step.live.in_layers == pytest.approx(traced.live.in_layers, rel=0.06)
+    assert step.live.outside == pytest.approx(traced.live.outside, rel=0.06)
+    saved, own_saved = derived.saved(24, remat, axes), few.saved(24, remat, axes)
+    assert saved.saved_bytes == pytest.approx(own_saved.saved_bytes, rel=1e-3)
+    sent, own_sent = list(derived.traffic(24, remat, axes)), list(few.traffic(24, remat, axes))
+    assert [(one.kind, one.count) for one in sent] == [(one.kind, one.count) for one in own_sent]

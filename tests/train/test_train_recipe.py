@@ -62,6 +62,7 @@ def test_files_of_one_name_do_not_meet(folder):
         ({"batch_size": 0}, "batch_size must be at least 1.", "batch_size=1"),
         ({"num_steps": True}, "num_steps is a bool, not an int.", "num_steps=1"),
         ({"seed": 2**32}, "seed must be below 2**32 = 4294967296.", "seed=0"),
+        ({"sync": "none"}, "sync must be one of each, last.", "sync=each"),
         ({"learning_rate": float("nan")}, "learning_rate must be a finite number, 0 or more.", "learning_rate=0.001"),
         (
             {"batch_size": 16, "accumulate": 3},

@@ -192,6 +192,22 @@ def with_size(model, batch):
     return jnp.mean(y**2), {"size": jnp.abs(y).mean(), "share": (y > 0).mean()}
 
 
+def test_gradients_may_be_reduced_once_a_step(mesh):
+    """A step says when as `js.value_and_grad` does: it computes the same, and gathers and reduces less often."""
+    recipe = dataclasses.replace(micro(), batch_size=8)
+    batch = js.shard_batch({name: np.tile(x, (2, 1)) for name, x in next(host_batches(1)).items()}, mesh)
+    losses, gathered, reduced = {}, {}, {}
+    for sync in ("each", "last"):
+        model, optimizer = create(GPT, recipe, mesh)
+        step = TrainStep(GPT.loss_fn, model, optimizer, batch, accumulate=4, sync=sync)
+        report = js.audit(step.compiled, model=model, accumulate=4, sync=sync)
+        gathered[sync], reduced[sync] = report.amount("all-gather"), report.amount("reduce-scatter")
+        losses[sync] = [float(step(batch)["loss"]) for _ in range(3)]
+    np.testing.assert_allclose(losses["last"], losses["each"], rtol=2e-2)
+    assert gathered["each"] >= 3.5 * gathered["last"] > 0  # what is gathered for its loop alone counts in both
+    assert reduced["each"] == pytest.approx(4 * reduced["last"])
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_metrics_of_the_loss_are_means_over_the_batch_and_stand_beside_it(mesh, accumulate):
     model, optimizer, batch = normed(mesh, use_running_average=True)

@@ -18,6 +18,7 @@ from jshard.inspect.communication.comparison import TPU as TPU
 from jshard.inspect.communication.comparison import Difference as Difference
 from jshard.inspect.communication.comparison import differences as differences
 from jshard.inspect.communication.comparison import hlo_dtype as hlo_dtype
+from jshard.inspect.communication.of_parameter import BACKWARD as BACKWARD
 from jshard.inspect.communication.of_parameter import FORWARD as FORWARD
 from jshard.inspect.communication.of_parameter import Traffic as Traffic
 from jshard.inspect.communication.planned import traffic_of as traffic_of
