@@ -237,7 +237,7 @@ def _tables_elsewhere(costs: Costs, variant: Variant, eager: EagerMicrobatch, *,
 
     No stage has both of them, and of those that it has, devices along `tensor` may have a part each.
     """
-    plan = costs.traces.plan(tuple(variant.mesh.items()), variant.units)
+    plan = costs.traces.plan(tuple(variant.mesh.items()), tuple(variant.units.items()))
     of_leaves = []
     for leaf in plan.leaves:
         is_of_layer = any(leaf.path.startswith(name) for name in costs.traces.layer_names)

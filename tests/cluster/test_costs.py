@@ -88,7 +88,7 @@ def test_gradients_reduced_once_a_step_are_held_whole_and_sent_once(costs):
     """As `js.value_and_grad(sync="last")`: whole copies of parameters, and whole sums in the reduce dtype."""
     each = cost(costs, accumulate=4)
     last = cost(costs.on(costs.machine, settings=("sync=last",)), accumulate=4)
-    num_elements = costs.traces.plan((("replica", 1), ("fsdp", 8)), {}).num_parameters
+    num_elements = costs.traces.plan((("replica", 1), ("fsdp", 8)), ()).num_parameters
     assert each.memory.sums_bytes < last.memory.sums_bytes == pytest.approx(4 * num_elements, rel=0.01)
     assert last.memory.gradients_bytes == last.memory.sums_bytes
     assert last.memory.kept_bytes == pytest.approx(4 * num_elements, rel=0.03)  # but for what is replicated
