@@ -87,6 +87,8 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = (
     {"xla_tpu_enable_reduce_scatter_offload_tracing": True},
     {"xla_tpu_enable_all_reduce_offload_tracing": True},
     {"xla_tpu_use_tc_device_shape_on_sc": True},
+    # By default small all-reduces stay on the TensorCores, where they block. Gathers of biases and norms are such.
+    {"xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes": 0},
 )
 # Without these, a gather or a reduce-scatter over more than one dimension of the torus is an all-reduce, which sends
 # twice the bytes. Of several in a loop, XLA then runs some on the TensorCores, where they block.
