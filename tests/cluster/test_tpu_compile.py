@@ -110,7 +110,7 @@ def test_over_all_dimensions_of_a_torus_gathers_are_gathers_and_reductions_scatt
     assert steps[_slice(name), 1][4] == ["all-gather", "reduce-scatter"]
 
 
-@pytest.mark.parametrize("name", ["v5p", "v6e"])
+@pytest.mark.parametrize("name", ["v5p", "v6e", "tpu7x"])
 def test_where_there_are_sparse_cores_no_collective_blocks(name: str, steps: Steps):
     """Small ones are on them, too: by default libtpu leaves the sum of both biases to the TensorCores."""
     assert steps[_slice(name), 1][5] == []
