@@ -22,6 +22,11 @@ _COMPARED = (
     " the dtype in which it computes, bfloat16; for float32 its layers get another product, which gives the gradient of"
     " a weight in float32 (benchmarks/grid/float32_layers.py)."
 )
+_PLAIN_ATTENTION = "attention runs in plain form"  # a note of a compiled step begins so
+_PLAIN_EXPLAINED = (
+    "attention of GSPMD runs in plain form, which makes arrays of scores: the compiler's partitioner cannot split"
+    " a kernel. The time ratios have this difference, too; it is in the products and the elementwise time below."
+)
 EARLIER = "*"
 UNTIL = " until "
 _NOTHING = "-"
@@ -137,7 +142,9 @@ def report_lines(rows: Sequence[Row], missing: Sequence[str] = ()) -> list[str]:
         here = [pair for pair in pairs if pair.cluster == cluster]
         lines += [f"## {cluster}", "", *markdown_table(HEAD, map(_cells, here), num_words=2), ""]
     lines += _earlier_in_words(rows)
+    lines += _plain_attention_in_words(rows)
     lines += ["## Where jshard's time goes beyond GSPMD's", "", *_differences(pairs), ""]
+    lines += _waits(pairs)
     lines += [*_not_compared(pairs), ""]
     if missing:
         lines += [f"{len(missing)} programs have no row:", "", *_by_system(missing), ""]
@@ -208,9 +215,22 @@ def _earlier_in_words(rows: Sequence[Row]) -> list[str]:
     return [f"{EARLIER} As stated by an earlier report, whose programs were compiled{UNTIL}{dates[-1]} UTC.", ""]
 
 
+def _plain_attention_in_words(rows: Sequence[Row]) -> list[str]:
+    """Returns on which clusters plain Flax computes attention otherwise than jshard."""
+    clusters: dict[str, None] = {}
+    for row in rows:
+        is_plain = any(note.startswith(_PLAIN_ATTENTION) for note in row.get("notes", ()))
+        if row["system"] == GSPMD and is_plain:
+            clusters[row["cluster"]] = None
+    if not clusters:
+        return []
+    return [f"On {', '.join(clusters)}, {_PLAIN_EXPLAINED}", ""]
+
+
 # ---- differences by kind
 
 
+_LEAST_SHOWN_S = 0.05e-3  # else it is rounded to zero
 _KINDS = ("products", "attention", "elementwise", "update")
 
 
@@ -233,6 +253,31 @@ def _differences_ms(pair: Pair) -> list[str]:
         seconds.append(ours[kind] - theirs[kind])
     seconds.append(pair.figure("exposed_s") - pair.figure("exposed_s", of_theirs=True))
     return [f"{1e3 * value:+.1f}" for value in seconds]
+
+
+# ---- what is exposed
+
+
+def _waits(pairs: Sequence[Pair]) -> list[str]:
+    """Returns a table: milliseconds for which each system waits, by kind of collective."""
+    rows = []
+    for pair in pairs:
+        waits = [_waits_of(pair.ours), _waits_of(pair.theirs)]
+        if waits != [_NOTHING, _NOTHING]:
+            rows.append([pair.model, pair.cluster, pair.reduce_dtype, *waits])
+    if not rows:
+        return []
+    head = ["model", "cluster", "reduced in", "jshard waits for", "GSPMD waits for"]
+    return ["## What is exposed", "", "Milliseconds, estimated.", "", *markdown_table(head, rows, num_words=5), ""]
+
+
+def _waits_of(row: Row | None) -> str:
+    """Returns the exposed time of a row by kind, the longest first; an earlier report does not state it."""
+    if row is None or not _counts(row) or _is_earlier(row):
+        return _NOTHING
+    by_kind = sorted(row["exposed_by_kind_s"].items(), key=lambda item: -item[1])
+    waits = [f"{kind} {1e3 * seconds:.1f}" for kind, seconds in by_kind if seconds >= _LEAST_SHOWN_S]
+    return ", ".join(waits) or "nothing"
 
 
 # ---- what the report does not have

@@ -88,6 +88,8 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = (
     {"xla_tpu_enable_all_reduce_offload_tracing": True},
     {"xla_tpu_use_tc_device_shape_on_sc": True},
 )
+# By default small all-reduces stay on the TensorCores, where they block. Gathers of biases and norms are such.
+_TPU_SMALL_ALL_REDUCES: Entry = {"xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes": 0}
 # Without these, a gather or a reduce-scatter over more than one dimension of the torus is an all-reduce, which sends
 # twice the bytes. Of several in a loop, XLA then runs some on the TensorCores, where they block.
 _TPU_PREFERS_GATHERS: Entry = {"xla_tpu_prefer_async_allgather_to_allreduce": True}
@@ -110,9 +112,10 @@ PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
         GPU: (_LIMIT, _DOUBLE_BUFFER),
         "v4": (_TPU_PREFERS_GATHERS, {"xla_enable_async_all_gather": True}),
         "v5e": _TPU_REDUCE_SCATTERS,
-        "v5p": (*_TPU_SPARSE_CORES, *_TPU_MANY_DIMS, *_TPU_REDUCE_SCATTERS),
-        "v6e": (*_TPU_SPARSE_CORES, *_TPU_MANY_DIMS, *_TPU_REDUCE_SCATTERS),
-        "tpu7x": (_TPU_PREFERS_GATHERS, *_TPU_REDUCE_SCATTERS),  # the other options of a v5p are its defaults
+        "v5p": (*_TPU_SPARSE_CORES, _TPU_SMALL_ALL_REDUCES, *_TPU_MANY_DIMS, *_TPU_REDUCE_SCATTERS),
+        "v6e": (*_TPU_SPARSE_CORES, _TPU_SMALL_ALL_REDUCES, *_TPU_MANY_DIMS, *_TPU_REDUCE_SCATTERS),
+        # The other options of a v5p are its defaults.
+        "tpu7x": (_TPU_SMALL_ALL_REDUCES, _TPU_PREFERS_GATHERS, *_TPU_REDUCE_SCATTERS),
     },
     "memory": {GPU: (_LIMIT, *_PIPELINED)},
 }

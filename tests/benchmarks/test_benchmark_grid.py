@@ -22,13 +22,14 @@ from jshard.recipes.recipe import versions
 from tests.gpu_compiler import needs_gpu_compiler
 
 EACH = {"hidden": 0.9, "collectives": 8, "exposed_s": 0.0, "fits": True, "cpu_s": 1.0, "versions": {"jax": "1"}}
+NOTHING_SAID = {"exposed_by_kind_s": {}, "notes": []}
 SPLIT = dict.fromkeys(("products", "attention", "elementwise", "update"), 0.0)
 
 
 def row(system, step_s, peak_bytes, *, profile="fastest", reduce_dtype=BFLOAT16, model="GPT", **changed):
     names = {"model": model, "cluster": GPUS[0], "system": system, "reduce_dtype": reduce_dtype, "profile": profile}
     figures = {"step_s": step_s, "peak_bytes": peak_bytes, "split_s": SPLIT, "date": "2026-01-02 03:04"}
-    return EACH | names | figures | {"as_planned": True} | changed
+    return EACH | NOTHING_SAID | names | figures | {"as_planned": True} | changed
 
 
 # ---- what is compiled
@@ -152,6 +153,15 @@ def test_the_report_says_what_is_missing_and_what_differs_from_the_plan():
         assert words in said
 
 
+def test_the_report_says_what_each_system_waits_for_and_where_attention_is_not_alike():
+    waits = {"all-reduce": 0.01, "all-gather": 0.0225, "all-to-all": 1e-5}
+    plain = {"notes": ["attention runs in plain form, which makes arrays"], "exposed_by_kind_s": waits}
+    said = "\n".join(report_lines([row(JSHARD, 1.0, 60), row(GSPMD, 1.0, 60, **plain)]))
+    assert "| GPT | h100:1x8 | bfloat16 | nothing | all-gather 22.5, all-reduce 10.0 |" in said
+    assert "On h100:1x8, attention of GSPMD runs in plain form" in said
+    assert "plain form" not in "\n".join(report_lines([row(JSHARD, 1.0, 60, **plain), row(GSPMD, 1.0, 60)]))
+
+
 def test_an_earlier_report_has_the_programs_without_a_stored_row(tmp_path):
     named = {"model": "GPT 124M"}
     stated = [row(JSHARD, 0.0441, 2**30, **named), row(GSPMD, 0.0425, 3 * 2**30, profile=None, **named)]
@@ -166,7 +176,8 @@ def test_an_earlier_report_has_the_programs_without_a_stored_row(tmp_path):
     (pair,) = pairs_of(result["rows"])
     assert pair.time_ratio == pytest.approx(0.04 / 0.0425) and pair.peak_ratio == pytest.approx(1 / 3)
     said = report_lines(result["rows"])
-    (in_table,) = (line for line in said if line.startswith("| GPT 124M"))  # its parts of the time are not stated
+    in_table, waits = (line for line in said if line.startswith("| GPT 124M"))  # its parts of the time are not stated
+    assert waits.endswith("| nothing | - |")
     assert "| 42.5* |" in in_table and "XLA's own" in in_table
     assert "* As stated by an earlier report, whose programs were compiled until 2026-01-02 03:04 UTC." in said
 

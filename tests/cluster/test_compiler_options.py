@@ -122,8 +122,9 @@ def test_profiles_of_tpus():
     # A v5e has no SparseCores; and what fuses gathers with products on it may give wrong results on others.
     assert len(v4) == 2 and v4["xla_enable_async_all_gather"] is True
     assert len(v5e) == 2 and v5e["xla_tpu_relayout_group_size_threshold_for_reduce_scatter"] == 1
-    assert len(v5p) == 16 and v6e == v5p == v5p | v5e
-    assert tpu7x == {"xla_tpu_prefer_async_allgather_to_allreduce": True} | v5e
+    assert len(v5p) == 17 and v6e == v5p == v5p | tpu7x
+    on_sparse_cores = {"xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes": 0}
+    assert tpu7x == {"xla_tpu_prefer_async_allgather_to_allreduce": True} | on_sparse_cores | v5e
     assert v5p["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] is True
     assert not any(value for name, value in v5p.items() if "async_collective_fusion" in name)
 

@@ -35,10 +35,12 @@ import jshard as js
 from jshard.cluster.options import compile_nothing, options_for
 from jshard.cluster.topology import parse_topology, topology_devices, traced_for_device
 
+MATRIX_BYTES = 128 * 512 * 2  # the compiler gathers in bfloat16
+
 class Model(nnx.Module):
     def __init__(self):
-        self.up = nnx.Linear(128, 512, use_bias=False, rngs=nnx.Rngs(0))
-        self.down = nnx.Linear(512, 128, use_bias=False, rngs=nnx.Rngs(0))
+        self.up = nnx.Linear(128, 512, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(512, 128, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -61,8 +63,10 @@ def compiled(text, degrees):
     schedule = report.schedule
     axes = sorted({axis for window in schedule.windows for axis in window.axes})
     differences = list(map(str, report.differences))
-    kinds = sorted({window.kind for window in schedule.windows})
-    return [schedule.num_devices, schedule.num_slices, axes, differences, kinds]
+    # Of the matrices: small arrays are all-reduced.
+    kinds = sorted({window.kind for window in schedule.windows if window.full_bytes >= MATRIX_BYTES})
+    blocking = sorted({window.kind for window in schedule.windows if not window.is_async})
+    return [schedule.num_devices, schedule.num_slices, axes, differences, kinds, blocking]
 
 for text, degrees in json.loads(sys.argv[1]):
     try:
@@ -76,7 +80,7 @@ Steps = dict[tuple[str, int], Any]
 
 @pytest.fixture(scope="module")
 def steps() -> Steps:
-    """The devices, slices, axes, differences and kinds of collectives of each step, by topology and number of replicas.
+    """What each step is, by topology and number of replicas: as the last line of the program's `compiled` returns it.
 
     A text is the error of a step that does not compile, and what the process said where it ended before a step.
     """
@@ -104,6 +108,12 @@ def test_a_step_compiles_with_the_profile_of_the_device(name: str, steps: Steps)
 def test_over_all_dimensions_of_a_torus_gathers_are_gathers_and_reductions_scatter(name: str, steps: Steps):
     """Without options of the profile, libtpu compiles all-reduces, which send twice the bytes."""
     assert steps[_slice(name), 1][4] == ["all-gather", "reduce-scatter"]
+
+
+@pytest.mark.parametrize("name", ["v5p", "v6e", "tpu7x"])
+def test_where_there_are_sparse_cores_no_collective_blocks(name: str, steps: Steps):
+    """Small ones are on them, too: by default libtpu leaves the sum of both biases to the TensorCores."""
+    assert steps[_slice(name), 1][5] == []
 
 
 @pytest.mark.parametrize(("replicas", "axes"), [(2, ["fsdp", "replica"]), (1, ["fsdp"])])
