@@ -259,8 +259,8 @@ def index(asked: dict[str, Any]) -> Operations:
     manifest.write(folder, manifest.Manifest(leaves=leaves, files=files, packed=packed, processes=writers))
 
     def open_all() -> None:
-        found = own_checkpoint(folder).pieces.of(asked["leaves"] - 1)
-        assert len(found[0]) == writers
+        pieces = own_checkpoint(folder).pieces.of(asked["leaves"] - 1)
+        assert len(pieces.files) == writers
 
     return {"open": open_all}
 

@@ -138,7 +138,7 @@ class Reads:
 
 
 class _Recipe:
-    batch_size, sequence_length, accumulate = 4, 8, 1
+    batch_size, sequence_length, accumulate, sync = 4, 8, 1, "each"
 
 
 class _Mesh:
