@@ -16,8 +16,9 @@ from tests.test_docs import ROOT, commands
 pytestmark = pytest.mark.wide
 
 PAGES = "checkpoint_tools", "data", "fine_tuning", "learning_rate", "resume", "sampling", "training"
-# These need weights; tests/cli/test_chat_transcript.py runs those about chats.
-LEFT_OUT = re.compile("gpt2|qwen3|runs/chat")
+# These need weights, or a dataset of a Hub; tests/cli/test_chat_transcript.py runs those about chats, and
+# tests/train/test_streams.py those about streams.
+LEFT_OUT = re.compile("gpt2|qwen3|runs/chat|hf:")
 SMALL = shlex.split(
     "--set model.n_layer=1 --set model.d_model=64 --set model.n_head=4 --set batch_size=8 --set sequence_length=32"
     " --set eval_sequences=8 --sample-tokens 4"
