@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.pictures import new_axes, save
 from benchmarks.planned import require
 from benchmarks.published_pairs import By, plan_pairs
-from benchmarks.published_pairs import table as table_of_pairs
+from benchmarks.published_pairs_report import table as table_of_pairs
 from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.machine import PlannedCluster, parse_known

@@ -9,43 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.published_pipelines import Pipeline, StepCost, pipeline_cost, step_cost
-from benchmarks.published_pytorch import (
-    RESERVED,
-    ROOM,
-    EagerMicrobatch,
-    computed_again_s,
-    kept_bytes,
-    logits_bytes,
-    split_head_s,
-    unfused_norms_s,
-)
-from benchmarks.ranking import (
-    APART,
-    Configuration,
-    Judge,
-    Knobs,
-    Pair,
-    apart,
-    by_plan,
-    by_rule,
-    fits,
-    is_conflicting,
-    pairs_of,
-    score,
-    separated,
-    worst,
-)
-from benchmarks.tables import markdown_table
+from benchmarks.published_pytorch import EagerMicrobatch, PyTorchProgram, eager_microbatch
+from benchmarks.stage_traces import StageTraces
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.costs import Costs
 from jshard.cluster.machine import Machine, PlannedCluster, parse_known
-from jshard.cluster.model_traces import ModelTraces, StageTraces
+from jshard.cluster.model_traces import ModelTraces
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology, traced_for_device
 from jshard.errors import ShardingError
@@ -58,7 +32,6 @@ from jshard.recipes.recipe import Recipe
 PAIRS = Path(__file__).with_name("published_pairs.json")
 
 _MODELS = Path(__file__).parents[1] / "models"
-_SHOWN_WORST = 20
 
 By = Literal["estimate", "compiled"]
 Entry = Mapping[str, Any]
@@ -172,37 +145,15 @@ def _eager(entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int) -> Ea
     """Returns what a microbatch takes in PyTorch; nothing of its own, if that is not what ran."""
     if "JAX" in entry["framework"]:
         return EagerMicrobatch()
-    remat = entry["knobs"]["remat"]
-    unfused_norms = entry.get("unfused_norms", False)
-    assumptions = costs.machine.assumptions
-    layers_bytes = 0
-    more_s = 0.0
-    of_logits = 0
-    is_compiled = entry.get("compiled", False)  # then it fuses what XLA does
-    if not is_compiled:
-        of_logits = logits_bytes(
-            costs.recipe,
-            mesh,
-            rows=rows,
-            whole=entry.get("whole_logits", False),
-            fused_loss=entry.get("fused_loss", False),
-        )
-    if remat == "none" and not is_compiled:
-        layers_bytes = kept_bytes(
-            costs.recipe,
-            mesh,
-            rows=rows,
-            unfused_norms=unfused_norms,
-            split_sequence=entry.get("split_sequence", False),
-        )
-    if remat == "full" and not is_compiled:
-        more_s += computed_again_s(costs.recipe, mesh, rows=rows, assumptions=assumptions)
-    if unfused_norms:
-        is_repeated = remat == "full"
-        more_s += unfused_norms_s(costs.recipe, mesh, rows=rows, is_repeated=is_repeated, assumptions=assumptions)
-    whole = entry.get("whole_logits", False)
-    more_s += split_head_s(costs.recipe, mesh, rows=rows, whole=whole, assumptions=assumptions)
-    return EagerMicrobatch(layers_bytes, of_logits, more_s, splits_tables=True, reserved=RESERVED, room=ROOM)
+    program = PyTorchProgram(
+        remat=entry["knobs"]["remat"],
+        is_compiled=entry.get("compiled", False),
+        unfused_norms=entry.get("unfused_norms", False),
+        split_sequence=entry.get("split_sequence", False),
+        whole_logits=entry.get("whole_logits", False),
+        fused_loss=entry.get("fused_loss", False),
+    )
+    return eager_microbatch(program, costs.recipe, mesh, rows=rows, assumptions=costs.machine.assumptions)
 
 
 def _sync(entry: Entry) -> str:
@@ -290,123 +241,3 @@ def _compiled(entry: Entry) -> dict[str, Any]:
 
 def _tokens(recipe: Recipe) -> int:
     return recipe.batch_size * recipe.sequence_length
-
-
-# ---- the report
-
-
-def table(result: Mapping[str, Any]) -> list[str]:
-    """The counts, those of each source, what fits, and the pairs that are ordered most wrongly."""
-    configurations = [_configuration(entry) for entry in result["configurations"]]
-    pairs = pairs_of(configurations)
-    sources = dict.fromkeys(entry["source"] for entry in result["configurations"])
-    return [
-        *_how(result),
-        *_counts(pairs),
-        *_by_source(pairs),
-        *_what_fits(configurations),
-        *_worst(pairs),
-        *_refused(result["refused"]),
-        "Sources:",
-        "",
-        *(f"- {source}" for source in sources),
-    ]
-
-
-def _configuration(entry: Entry) -> Configuration:
-    return Configuration(
-        id=entry["id"],
-        group=entry["group"],
-        knobs=Knobs(**entry["knobs"]),
-        published=entry.get("tokens_per_s_per_device"),
-        planned=entry["planned_tokens_per_s_per_device"],
-        planned_to_fit=entry["fits"],
-    )
-
-
-def _how(result: Mapping[str, Any]) -> list[str]:
-    words = "estimated before compiling" if result["by"] == "estimate" else "compiled for its cluster, and estimated"
-    missing = dict.fromkeys(text for entry in result["configurations"] for text in entry["not_in_the_estimate"])
-    lines = [f"Planned, and nothing was run: each configuration is {words}, and pairs are ordered by tokens a second"]
-    lines[0] += " and device. Pairs that differ by a tenth or less are apart. Of ties, half count as ordered."
-    if missing:
-        lines += ["", f"Not in the estimate: {'; '.join(missing)}."]
-    return [*lines, ""]
-
-
-def _counts(pairs: Sequence[Pair]) -> list[str]:
-    far = apart(pairs)
-    conflicting = [pair for pair in far if is_conflicting(pair)]
-    agreeing = [pair for pair in far if not is_conflicting(pair)]
-    near = [pair for pair in pairs if pair.gap <= APART]
-    kinds = {
-        "**more than 10 % apart**": far,
-        "of these, knobs pull against each other": conflicting,
-        "of these, knobs agree or are equal": agreeing,
-        "at most 10 % apart": near,
-    }
-    rows = [[kind, str(len(them)), _share(them, by_plan), _share(them, by_rule)] for kind, them in kinds.items()]
-    return [*markdown_table(["pairs", "number", "ordered by the plan", "by the rule of thumb"], rows), ""]
-
-
-def _share(pairs: Sequence[Pair], judge: Judge) -> str:
-    result = score(pairs, judge)
-    if not result.total:
-        return "-"
-    ties = f", {result.tied} tied" if result.tied else ""
-    return f"{result.share:.1%} ({result.wrong} wrong{ties})"
-
-
-def _by_source(pairs: Sequence[Pair]) -> list[str]:
-    far = apart(pairs)
-    rows = []
-    shares: dict[Judge, list[float]] = {by_plan: [], by_rule: []}
-    for source in dict.fromkeys(pair.faster.source for pair in far):
-        mine = [pair for pair in far if pair.faster.source == source]
-        conflicting = [pair for pair in mine if is_conflicting(pair)]
-        cells = [str(len(mine)), _share(mine, by_plan), _share(mine, by_rule)]
-        cells += [str(len(conflicting)), _share(conflicting, by_plan), _share(conflicting, by_rule)]
-        rows.append([source, *cells])
-        for judge, each in shares.items():
-            each.append(score(mine, judge).share)
-    means = {judge: math.fsum(each) / len(each) for judge, each in shares.items() if each}
-    head = ["source", "pairs", "plan", "rule", "conflicting", "plan", "rule"]
-    lines = ["Of the pairs more than 10 % apart, by source:", "", *markdown_table(head, rows), ""]
-    if means:
-        words = f"Each source counted once: the plan {means[by_plan]:.1%}, the rule {means[by_rule]:.1%}."
-        lines += [words, ""]
-    return lines
-
-
-def _what_fits(configurations: Sequence[Configuration]) -> list[str]:
-    counts = fits(configurations)
-    total, right = separated(configurations)
-    lines = [
-        f"{counts.ran} configurations ran, of which {counts.ran_as_planned} are planned to fit."
-        f" {counts.out_of_memory} ran out of memory, of which {counts.out_of_memory_as_planned} are planned not to fit."
-    ]
-    if total:
-        lines[0] += (
-            f" Together {counts.share:.1%} are planned as they were. Of {total} pairs of which one ran out of memory,"
-            f" {right} are separated ({right / total:.1%})."
-        )
-    return [*lines, ""]
-
-
-def _worst(pairs: Sequence[Pair]) -> list[str]:
-    rows = [
-        [pair.faster.id, pair.slower.id, f"{1 + pair.gap:.2f}", f"{1 + pair.planned_gap:.2f}"]
-        for pair in worst(apart(pairs), _SHOWN_WORST)
-    ]
-    if not rows:
-        return []
-    head = ["faster, as published", "slower", "published ratio", "planned ratio"]
-    return ["Ordered most wrongly:", "", *markdown_table(head, rows, num_words=2), ""]
-
-
-def _refused(refused: Mapping[str, str]) -> Iterator[str]:
-    if refused:
-        yield "Not planned:"
-        yield ""
-        yield from (f"- {name}: {why}" for name, why in refused.items())
-        yield ""

@@ -91,6 +91,27 @@ These take 2 to 3 GiB: an assumption.
 
 
 @dataclasses.dataclass(frozen=True)
+class PyTorchProgram:
+    """How a published program is written.
+
+    Attributes:
+        remat: the policy of its layers, as in the file.
+        is_compiled: `torch.compile` fuses what XLA does.
+        unfused_norms: a norm is several operations.
+        split_sequence: sequences are split over `tensor` between products.
+        whole_logits: each device along `tensor` has all logits.
+        fused_loss: the loss is one kernel.
+    """
+
+    remat: str
+    is_compiled: bool = False
+    unfused_norms: bool = False
+    split_sequence: bool = False
+    whole_logits: bool = False
+    fused_loss: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class EagerMicrobatch:
     """What a microbatch takes in PyTorch, where that is more than in jshard's program; 0 where it is not.
 
@@ -109,6 +130,40 @@ class EagerMicrobatch:
     splits_tables: bool = False
     reserved: float = 1.0
     room: float = JAX_ROOM
+
+
+def eager_microbatch(
+    program: PyTorchProgram, recipe: Recipe, mesh: Mapping[str, int], *, rows: int, assumptions: Assumptions
+) -> EagerMicrobatch:
+    """Returns what a microbatch takes in PyTorch.
+
+    Args:
+        program: how it is written.
+        recipe: of the model.
+        mesh: degrees of its axes.
+        rows: the sequences of a microbatch.
+        assumptions: about the device and its links.
+    """
+    recomputes = program.remat == "full"
+    layers_bytes = 0
+    of_logits = 0
+    more_s = 0.0
+    if not program.is_compiled:
+        of_logits = logits_bytes(recipe, mesh, rows=rows, whole=program.whole_logits, fused_loss=program.fused_loss)
+    if program.remat == "none" and not program.is_compiled:
+        layers_bytes = kept_bytes(
+            recipe,
+            mesh,
+            rows=rows,
+            unfused_norms=program.unfused_norms,
+            split_sequence=program.split_sequence,
+        )
+    if recomputes and not program.is_compiled:
+        more_s += computed_again_s(recipe, mesh, rows=rows, assumptions=assumptions)
+    if program.unfused_norms:
+        more_s += unfused_norms_s(recipe, mesh, rows=rows, is_repeated=recomputes, assumptions=assumptions)
+    more_s += split_head_s(recipe, mesh, rows=rows, whole=program.whole_logits, assumptions=assumptions)
+    return EagerMicrobatch(layers_bytes, of_logits, more_s, splits_tables=True, reserved=RESERVED, room=ROOM)
 
 
 def kept_bytes(

@@ -6,7 +6,6 @@ with the batch, and does not depend on the number of data shards. So it is trace
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -23,7 +22,6 @@ from jshard.cluster.compile import UnitSettings
 from jshard.cluster.model_costs import ModelTraffic, traffic_of_rows
 from jshard.errors import FourPartError
 from jshard.inspect.activations import Activations, Saved, over_tensor, saved_arrays, size_of_part, summed
-from jshard.inspect.live_values import LiveBytes
 from jshard.inspect.partitioned import ArrayForm, ModelCollective, model_collectives
 from jshard.inspect.traced_program import SizeOf
 from jshard.inspect.traced_step import TracedGradient, TracedStep, step_for_rows, traced_gradient
@@ -49,8 +47,6 @@ _DEGREE = 2
 # real batches do, and are the size of no other dim. All traces are of these, so that some serve several figures.
 _FEWEST_ROWS = 72
 _MORE_ROWS = 8
-# A loop of so many layers less than the model has: its first and last layer may have programs of their own.
-_PEELED_LAYERS = 2
 
 
 class ModelTraces:
@@ -153,7 +149,7 @@ class ModelTraces:
     @functools.cache  # noqa: B019
     def saved(self, rows: int, remat: str, axes: Degrees) -> Activations:
         """Returns the bytes that a device saves: linear, from two traced batch sizes."""
-        low, high = self._low_and_high_rows
+        low, high = self.low_and_high_rows
         at_low = self._saved_of_traced(low, remat, axes)
         at_high = self._saved_of_traced(high, remat, axes)
         sums = {}
@@ -178,7 +174,7 @@ class ModelTraces:
         return saved_arrays(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
 
     @functools.cached_property
-    def _low_and_high_rows(self) -> tuple[int, int]:
+    def low_and_high_rows(self) -> tuple[int, int]:
         """Returns the traced numbers of sequences per device, with which no array looks like a stack of layers."""
         taken = set()
         for depth in self.depths:
@@ -194,7 +190,7 @@ class ModelTraces:
 
     def step(self, rows: int, remat: str, axes: Degrees) -> TracedStep:
         """Returns forward and backward of a microbatch on a device: linear, from two traced batch sizes."""
-        low, high = self._low_and_high_rows
+        low, high = self.low_and_high_rows
         remat = self._unless_annotated(remat)
         tensor = dict(axes).get(TENSOR, 1)
         at_low = self._traced_step(low, remat, _as_traced(axes), tensor)
@@ -236,14 +232,15 @@ class ModelTraces:
         """Yields the collectives of the model over its own axes, for a batch."""
         if not axes:
             return
-        low, high = self._low_and_high_rows
+        low, high = self.low_and_high_rows
         remat = self._unless_annotated(remat)
-        at_low = self._collectives(low, remat, _as_traced(axes))
-        at_high = self._collectives(high, remat, _as_traced(axes))
+        at_low = self.collectives(low, remat, _as_traced(axes))
+        at_high = self.collectives(high, remat, _as_traced(axes))
         yield from traffic_of_rows(at_low, at_high, (low, high), rows)
 
     @functools.cache  # noqa: B019
-    def _collectives(self, rows: int, remat: str, axes: Degrees) -> Mapping[ModelCollective, int]:
+    def collectives(self, rows: int, remat: str, axes: Degrees) -> Mapping[ModelCollective, int]:
+        """Returns the collectives of the model over its own axes, with their numbers, for a batch that is traced."""
         model = self._traced_model(remat, axes)
         return model_collectives(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
 
@@ -264,62 +261,6 @@ class ModelTraces:
         """Returns the shapes of a batch with so many rows for each device of the mesh that is traced."""
         num_rows = rows * data_shards(dict((*_MESH, *axes)))
         return batch_of(self.model_file, self.recipe, num_rows)
-
-
-class StageTraces(ModelTraces):
-    """Traces of a model that has fewer layers in its loop over them, from those of the whole model.
-
-    Both have the same program, but for the rounds of the loop. So nothing else is traced. What is done once for the
-    stack of all layers, as a cast of their parameters, stays as it is.
-
-    Args:
-        whole: traces of a recipe whose model has all its layers in one loop.
-        recipe: the same with fewer layers.
-    """
-
-    def __init__(self, whole: ModelTraces, recipe: Recipe) -> None:
-        super().__init__(whole.model_file, recipe)
-        self.whole = whole
-
-    def saved(self, rows: int, remat: str, axes: Degrees) -> Activations:
-        """Returns the bytes that a device saves."""
-        saved = self.whole.saved(rows, remat, axes)
-        return dataclasses.replace(
-            saved,
-            saved_bytes=saved.saved_bytes - self._of_missing_layers(saved.saved_bytes - saved.outside_bytes),
-            offloaded_bytes=saved.offloaded_bytes - self._of_missing_layers(saved.offloaded_bytes),
-        )
-
-    def step(self, rows: int, remat: str, axes: Degrees) -> TracedStep:
-        """Returns forward and backward of a microbatch on a device."""
-        step = self.whole.step(rows, remat, axes)
-        saved = self.whole.saved(rows, remat, axes)
-        less_bytes = self._of_missing_layers(saved.saved_bytes - saved.outside_bytes)
-        live = LiveBytes(
-            in_layers=max(0.0, step.live.in_layers - less_bytes),
-            outside=max(0.0, step.live.outside - less_bytes),
-        )
-        kernels = [dataclasses.replace(kernel, rounds=self._rounds(kernel.rounds)) for kernel in step.kernels]
-        collectives = [dataclasses.replace(sent, rounds=self._rounds(sent.rounds)) for sent in step.collectives]
-        return TracedStep(live, tuple(kernels), tuple(collectives))
-
-    def _collectives(self, rows: int, remat: str, axes: Degrees) -> Mapping[ModelCollective, int]:
-        counts = self.whole._collectives(rows, remat, axes)
-        return {collective: self._rounds(count) for collective, count in counts.items()}
-
-    @functools.cached_property
-    def _low_and_high_rows(self) -> tuple[int, int]:
-        return self.whole._low_and_high_rows
-
-    def _of_missing_layers(self, layers_bytes: int) -> int:
-        """Returns the part of what all layers save that is of those which this model lacks."""
-        return layers_bytes * (self.whole.num_layers - self.num_layers) // self.whole.num_layers
-
-    def _rounds(self, of_whole: int) -> int:
-        """Returns how often something is done that the whole model does so often."""
-        num_layers = self.whole.num_layers
-        for_each_layer = (of_whole + _PEELED_LAYERS) // num_layers
-        return max(0, of_whole - for_each_layer * (num_layers - self.num_layers))
 
 
 def _split_over_tensor(plan: ShardPlan) -> Iterator[tuple[int, ...]]:

@@ -21,7 +21,7 @@ from jshard import _compat
 from jshard.errors import ShardingError
 from jshard.facts.device_facts import DeviceFacts
 from jshard.facts.devices import DEVICES, device_of
-from jshard.facts.gpu_target import AmdTarget, NvidiaTarget
+from jshard.facts.gpu_target import HOPPER, AmdTarget, NvidiaTarget
 from jshard.plans.mesh import Device, num_hosts
 
 GPU = "gpu"
@@ -67,7 +67,6 @@ _ESTIMATOR: Entry = {"xla_gpu_enable_analytical_latency_estimator": True}
 _EARLY: Entry = {"xla_gpu_experimental_collective_start_as_early_as_possible": True}
 _SCHEDULER: Entry = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _AMPERE: tuple[Entry, ...] = (_SCHEDULER, _ESTIMATOR if _compat.ESTIMATES_AMPERE else _EARLY)
-_HOPPER = 9  # its compute capability
 # XLA has no model of MI250X either. Since jaxlib 0.12 it has one of MI300X, but starts collectives late by it: of the
 # communication on 64 of them, "fastest" without these hides 73 % for gpt2_xl and 36 % for mixtral_8x7b, with them 82 %
 # and 97 %, by the stated estimates. The price is memory: 2 % and 13 % more at the peak. With the estimator for Ampere,
@@ -231,7 +230,7 @@ def _runs_in_turn(device: DeviceFacts | None, *, in_one_host: bool) -> bool:
     target = None if device is None else device.target
     if isinstance(target, AmdTarget):
         return False
-    is_estimated_as_ampere = isinstance(target, NvidiaTarget) and target.major < _HOPPER and _compat.ESTIMATES_AMPERE
+    is_estimated_as_ampere = isinstance(target, NvidiaTarget) and target.major < HOPPER and _compat.ESTIMATES_AMPERE
     return in_one_host or is_estimated_as_ampere
 
 
@@ -243,7 +242,7 @@ def _entries_of_generation(device: DeviceFacts) -> tuple[Entry, ...]:
     if isinstance(target, AmdTarget):
         return _AMD
     assert isinstance(target, NvidiaTarget)
-    if target.major < _HOPPER:
+    if target.major < HOPPER:
         return _AMPERE
     if device.hosts_share_links:
         return (_NCCL_ALONE,)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jshard.facts.gpu_target import AmdTarget, GpuTarget, NvidiaTarget, Rate
+from jshard.facts.gpu_target import HOPPER, AmdTarget, GpuTarget, NvidiaTarget, Rate
 
 CUDNN = (9, 10)
 """The cuDNN version assumed for a GPU that is not present."""
-
-_HOPPER = 9  # compute capability: since then a GPU has features of its own architecture alone, as in sm_90a
 
 # In a run, XLA schedules for the memory of JAX's allocator; here, without one, for 80 % of the described memory
 # (GetSchedulerMemoryLimit). The described memory makes it schedule as with XLA_PYTHON_CLIENT_MEM_FRACTION=.95.
@@ -119,7 +117,7 @@ def _amd_text(target: AmdTarget) -> str:
 
 
 def _nvidia_text(target: NvidiaTarget) -> str:
-    has_own_features = target.major >= _HOPPER
+    has_own_features = target.major >= HOPPER  # those of its own architecture alone, as in sm_90a
     units = ""
     if target.rates is not None:
         units += _units("scalar", target.rates.scalar)

@@ -26,15 +26,13 @@ from jshard.cluster.target_config import CUDNN, target_config_text
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.device_files import SUFFIX, read_device
 from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts
-from jshard.facts.gpu_target import NvidiaTarget
+from jshard.facts.gpu_target import HOPPER, NvidiaTarget
 from jshard.kernels.device import TracedDevice, planned_for
 
 _CHIPS_PER_HOST = 4  # of TPUs
 _GPUS_OF_SHARED = 4  # of a host whose links extend beyond it
 _MOST_DEVICES = 1_000_000  # all lists of devices are in memory
 
-# Without a device, the check for cuDNN is answered as on a Hopper GPU.
-_HOPPER_CAPABILITY = 9
 _CUDNN_ASSUMED = f"attention by cuDNN: version {'.'.join(map(str, CUDNN))} is assumed, as JAX's own check needs a GPU."
 
 
@@ -337,7 +335,8 @@ def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple
             yield tuple
         return
     target = None if device is None else device.target
-    capability = target.major if isinstance(target, NvidiaTarget) else _HOPPER_CAPABILITY
+    # Without a device, the check for cuDNN is answered as on a Hopper GPU.
+    capability = target.major if isinstance(target, NvidiaTarget) else HOPPER
     with contextlib.ExitStack() as stack:
         is_cudnn_used = stack.enter_context(_compat.cudnn_assumed(CUDNN, (capability, 0)))
         if isinstance(target, NvidiaTarget):

@@ -185,7 +185,7 @@ class RegionCall(ProgramCall):
         params = self.operands[:num_params]
         param_avals = forward.avals[:num_params]
         return dataclasses.replace(
-            self,
+            self._for_another_program(),
             program=Program(program, num_params),
             avals=(*param_avals, *residual_avals, *tangent_avals),
             operands=(*params, *residuals, *tangents),
@@ -193,12 +193,19 @@ class RegionCall(ProgramCall):
             targets=tuple(picked(has_target_tangent, self.targets)),
             target_avals=tuple(picked(has_target_tangent, self.target_avals)),
             part=f"tangents of {self.part}",
+            constants=adjoint.copied_residuals,
+            adjoint=adjoint,
+        )
+
+    def _for_another_program(self) -> "RegionCall":
+        """Returns the call without what holds for the operands and results of its own program alone."""
+        return dataclasses.replace(
+            self,
             residuals=range(0),
             cotangents=range(0),
             returns_copies=False,
-            constants=adjoint.copied_residuals,
             constant_results=frozenset(),
-            adjoint=adjoint,
+            adjoint=None,
         )
 
     def pushforward(self, wrt: tuple[bool, ...], avals: Sequence[ShapedArray]) -> Pushforward:
@@ -219,7 +226,7 @@ class RegionCall(ProgramCall):
         target_tangents = picked(with_tangent, self.targets)
         target_tangent_avals = picked(with_tangent, self.target_avals)
         call = dataclasses.replace(
-            self,
+            self._for_another_program(),
             program=Program(program, self.program.num_params),
             avals=(*operand_avals, *tangent_avals),
             operands=(*self.operands, *tangent_operands),
@@ -227,11 +234,6 @@ class RegionCall(ProgramCall):
             targets=(*self.targets, *target_tangents),
             target_avals=(*self.target_avals, *target_tangent_avals),
             part=f"pushforward of {self.part}",
-            residuals=range(0),
-            cotangents=range(0),
-            returns_copies=False,
-            constant_results=frozenset(),
-            adjoint=None,
         )
         return Pushforward(call, has_tangent, order)
 
@@ -248,7 +250,7 @@ class RegionCall(ProgramCall):
         num_operands = len(known) + len(cotangents)
         program = transposed_program(self.program.jaxpr, linear, live)
         return dataclasses.replace(
-            self,
+            self._for_another_program(),
             program=Program(program, num_params),
             avals=(*known_avals, *cotangent_avals),
             operands=(*known_operands, *cotangents),
@@ -257,12 +259,8 @@ class RegionCall(ProgramCall):
             target_avals=tuple(picked(linear, self.avals)),
             phase=BACKWARD,
             part=f"transpose of {self.part}",
-            residuals=range(0),
             cotangents=range(len(known), num_operands),
-            returns_copies=False,
             constants=_positions_among(known, self.constants),
-            constant_results=frozenset(),
-            adjoint=None,
         )
 
     def adds_in_place(self, position: int) -> bool:

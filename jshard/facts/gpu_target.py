@@ -19,6 +19,10 @@ _BF16 = 16
 _EIGHT_BITS = (2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)  # s8, u8 and the fp8 types
 
 
+HOPPER = 9
+"""The compute capability of Hopper."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rate:
     """Operations of one kind of unit. The fields have the proto's names and order, in which they are written."""

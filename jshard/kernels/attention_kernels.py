@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from jshard._text import CONTEXT as SAVED
 from jshard.engine.context import region_mesh
 from jshard.engine.per_example import per_example
+from jshard.facts.gpu_target import HOPPER
 from jshard.kernels.device import TracedDevice, automatic_axes, may_be_split
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
 _AMPERE = 8  # compute capability
-_HOPPER = 9
 _WIDEST = 256  # head dim that cuDNN supports, from Hopper on
 _WIDEST_BEFORE_HOPPER = 128
 _TPU_BLOCKS = (512, 256, 128)  # positions of a block, as in MaxText; the largest that divides the lengths
@@ -64,7 +64,7 @@ def cudnn_reasons(device: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Ar
 
     of_arrays = _dtype_reasons(q)
     width = q.shape[-1]
-    widest = _WIDEST if device.capability >= _HOPPER else _WIDEST_BEFORE_HOPPER
+    widest = _WIDEST if device.capability >= HOPPER else _WIDEST_BEFORE_HOPPER
     if width > widest or width % 8:
         of_arrays.append(f"the head dim must be a multiple of 8, at most {widest}, and is {width}")
     num_queries = q.shape[1]

@@ -81,14 +81,14 @@ def refusals(gpu: GpuFacts, block: Block) -> tuple[str, ...]:
     """Returns why a GPU cannot run the block at all, each reason with its limit; empty if it can."""
     reasons = []
     if block.threads > gpu.threads_per_block:
-        reasons.append(_above_limit(gpu, block.threads, "threads", gpu.threads_per_block, "in a block"))
+        reasons.append(above_limit(gpu.title, block.threads, "threads", gpu.threads_per_block, "in a block"))
     if block.registers > gpu.registers_per_thread:
         reasons.append(
-            _above_limit(gpu, block.registers, "registers per thread", gpu.registers_per_thread, "per thread")
+            above_limit(gpu.title, block.registers, "registers per thread", gpu.registers_per_thread, "per thread")
         )
     if block.smem_bytes > gpu.smem_per_block_bytes:
         reasons.append(
-            _above_limit(gpu, block.smem_bytes, "bytes of shared memory", gpu.smem_per_block_bytes, "in a block")
+            above_limit(gpu.title, block.smem_bytes, "bytes of shared memory", gpu.smem_per_block_bytes, "in a block")
         )
     if reasons:
         return tuple(reasons)
@@ -100,8 +100,9 @@ def refusals(gpu: GpuFacts, block: Block) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _above_limit(gpu: GpuFacts, value: int, resource: str, limit: int, unit: str) -> str:
-    return f"{value:,} {resource}, and {gpu.title} has at most {limit:,} {unit}."
+def above_limit(gpu_title: str, value: int, resource: str, limit: int, unit: str) -> str:
+    """Returns the sentence that a kernel takes more of a resource than a GPU has."""
+    return f"{value:,} {resource}, and {gpu_title} has at most {limit:,} {unit}."
 
 
 def check(gpu: GpuFacts, block: Block) -> None:

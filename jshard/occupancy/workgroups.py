@@ -18,6 +18,7 @@ Examples:
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jshard.facts.amd_gpus import AmdGpuFacts
 from jshard.facts.gpus import GpuFacts, OccupancyError
@@ -66,15 +67,16 @@ class Workgroup:
 
 def refusals(gpu: AmdGpuFacts, workgroup: Workgroup) -> tuple[str, ...]:
     """Returns why a GPU cannot run the workgroup at all, each reason with its limit; empty if it can."""
+    above = functools.partial(blocks.above_limit, gpu.title)
     reasons = []
     if workgroup.work_items > gpu.work_items_per_workgroup:
-        reasons.append(_above(gpu, workgroup.work_items, "work items", gpu.work_items_per_workgroup, "in a workgroup"))
+        reasons.append(above(workgroup.work_items, "work items", gpu.work_items_per_workgroup, "in a workgroup"))
     if workgroup.vgprs > gpu.vgprs_per_simd:
-        reasons.append(_above(gpu, workgroup.vgprs, "vector registers", gpu.vgprs_per_simd, "for a wave"))
+        reasons.append(above(workgroup.vgprs, "vector registers", gpu.vgprs_per_simd, "for a wave"))
     if workgroup.sgprs > gpu.sgprs_per_simd:
-        reasons.append(_above(gpu, workgroup.sgprs, "scalar registers", gpu.sgprs_per_simd, "in a SIMD"))
+        reasons.append(above(workgroup.sgprs, "scalar registers", gpu.sgprs_per_simd, "in a SIMD"))
     if workgroup.lds_bytes > gpu.lds_per_cu_bytes:
-        reasons.append(_above(gpu, workgroup.lds_bytes, "bytes of LDS", gpu.lds_per_cu_bytes, "in a workgroup"))
+        reasons.append(above(workgroup.lds_bytes, "bytes of LDS", gpu.lds_per_cu_bytes, "in a workgroup"))
     if reasons:
         return tuple(reasons)
     for resource, count in limits(gpu, workgroup).items():
@@ -82,10 +84,6 @@ def refusals(gpu: AmdGpuFacts, workgroup: Workgroup) -> tuple[str, ...]:
             waves = _waves(gpu, workgroup)
             reasons.append(f"its {waves} waves do not fit on a compute unit at once by their {resource}.")
     return tuple(reasons)
-
-
-def _above(gpu: AmdGpuFacts, value: int, resource: str, limit: int, unit: str) -> str:
-    return f"{value:,} {resource}, and {gpu.title} has at most {limit:,} {unit}."
 
 
 def check(gpu: AmdGpuFacts, workgroup: Workgroup) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jshard.errors import MeshError
 from jshard.facts.devices import device_of
-from jshard.facts.gpu_target import NvidiaTarget
+from jshard.facts.gpu_target import HOPPER, NvidiaTarget
 
 PIPE = "pipe"
 REPLICA = "replica"
@@ -32,8 +32,6 @@ INNER_AXES = (EXPERT, CONTEXT)
 """The axes over which a data shard's program is split further: over the experts, over the sequence."""
 REGION_AXES = (*DATA_AXES, CONTEXT)
 """The axes over which a region is manual; parameters are sharded over some and replicated over the others."""
-
-_HOPPER = 9  # its compute capability
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
@@ -237,7 +235,7 @@ def reduces_before_gathers(mesh: AnyMesh) -> bool:
     facts = device_of(device.device_kind)
     if facts is None or facts.target is None:
         return device.platform != "tpu"
-    return isinstance(facts.target, NvidiaTarget) and facts.target.major >= _HOPPER
+    return isinstance(facts.target, NvidiaTarget) and facts.target.major >= HOPPER
 
 
 def sums_on_arrival(mesh: AnyMesh) -> bool:

@@ -10,7 +10,7 @@ import jshard as js
 from jshard.cluster import model_traces
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Costs
-from jshard.cluster.model_traces import ModelTraces, StageTraces
+from jshard.cluster.model_traces import ModelTraces
 from jshard.cluster.search import is_same
 from jshard.recipes.building import abstract_model
 from jshard.recipes.overrides import override
@@ -174,23 +174,3 @@ def test_what_a_mesh_needs_at_least(costs):
     found = cost(costs).memory
     assert whole == found.held_bytes + found.gradients_bytes
     assert 1.8 * whole < halves < 2 * whole
-
-
-@pytest.mark.parametrize("axes", [(), (("tensor", 2),)], ids=["whole", "tensor"])
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_model_of_fewer_layers_is_the_same_program_in_fewer_rounds(remat, axes):
-    """What its own traces say follows from those of the whole model."""
-    whole = ModelTraces(GPT, override(micro(), ("model.scan=true", "model.n_layer=11")))
-    few = ModelTraces(GPT, override(micro(), ("model.scan=true", "model.n_layer=5")))
-    derived = StageTraces(whole, few.recipe)
-    step, traced = derived.step(24, remat, axes), few.step(24, remat, axes)
-    assert [kernel.rounds for kernel in step.kernels] == [kernel.rounds for kernel in traced.kernels]
-    for kernel, own in zip(step.kernels, traced.kernels, strict=True):
-        # But for casts of a whole stack of parameters.
-        assert kernel.work == own.work or not (own.work.products or own.rounds > 1)
-    assert step.live.in_layers == pytest.approx(traced.live.in_layers, rel=0.06)
-    assert step.live.outside == pytest.approx(traced.live.outside, rel=0.06)
-    saved, own_saved = derived.saved(24, remat, axes), few.saved(24, remat, axes)
-    assert saved.saved_bytes == pytest.approx(own_saved.saved_bytes, rel=1e-3)
-    sent, own_sent = list(derived.traffic(24, remat, axes)), list(few.traffic(24, remat, axes))
-    assert [(one.kind, one.count) for one in sent] == [(one.kind, one.count) for one in own_sent]

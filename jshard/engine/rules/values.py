@@ -170,6 +170,11 @@ class Value:
         """Bytes of what this shard holds."""
         return array_bytes(self.x)
 
+    def move_behind_barrier(self, x: ShardArray) -> None:
+        """Takes the value's array from behind a barrier: whatever reads the value later depends on the barrier."""
+        self.x = x
+        self.conversions.clear()  # they are of the array before the barrier
+
     def with_array(self, x: ShardArray) -> "Value":
         """Returns another array in the same state, without conversions and provenance."""
         # Those are of the old array: its equation does not compute the new one.
