@@ -28,6 +28,7 @@ class Model:
     sequences: int  # for each device
     settings: tuple[str, ...] = ()  # further changes of the recipe
     sums_in_float32: bool = True  # whether plain Flax can, with other layers: see `benchmarks.grid.plain`
+    plain_attention: bool = False  # of jshard's program, where plain Flax has no other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,11 @@ _XL = Model(name="GPT XL", file="gpt", recipe="gpt2_xl", sequences=16)
 _8B = Model(name="Llama 3 8B", file="llama", recipe="llama3_8b", sequences=1)
 _MIXTRAL = Model(name="Mixtral 8x7B", file="moe", recipe="mixtral_8x7b", sequences=1, sums_in_float32=False)
 
+
+def _with_plain_attention(model: Model) -> Model:
+    return dataclasses.replace(model, name=f"{model.name} plain attention", plain_attention=True)
+
+
 ON_GPUS: tuple[Model, ...] = (
     _124M,
     _350M,
@@ -66,7 +72,9 @@ ON_GPUS: tuple[Model, ...] = (
     Model(name="vDiT 4B", file="vdit", recipe="vdit_4b", sequences=8),
     _MIXTRAL,
 )
-ON_TPUS: tuple[Model, ...] = (_XL, _8B, _MIXTRAL)
+# On TPUs the compiler's partitioner cannot split a kernel, so plain Flax computes attention in plain form there. Beside
+# jshard's program with its kernel there is one with plain attention, too: what differs then is the communication.
+ON_TPUS: tuple[Model, ...] = (_XL, _8B, _MIXTRAL, *map(_with_plain_attention, (_XL, _8B, _MIXTRAL)))
 GPUS = "h100:1x8", "h100:8x8", "a100-80:8x8"
 TPUS = "v5e:8x8", "v5p:4x4x4", "v6e:8x8"
 
@@ -113,14 +121,21 @@ def _cells_on(cluster: str) -> Iterator[Cell]:
 
 def _jshard(model: Model, cluster: str, reduce_dtype: str) -> Cell:
     """Returns zero3 as jshard makes it; gradients are reduced in float32 unless the model says otherwise."""
-    changed = () if reduce_dtype == FLOAT32 else (f"model.reduce_dtype={reduce_dtype}",)
+    changed: tuple[str, ...] = ()
+    if reduce_dtype != FLOAT32:
+        changed = (f"model.reduce_dtype={reduce_dtype}",)
+    if model.plain_attention:
+        changed = (*changed, "model.attention=xla")
     request = _request(model, cluster, file=f"models/{model.file}.py", profile="fastest", settings=changed)
     request = dataclasses.replace(request, units={"reshard_after_forward": True})
     return Cell(model=model.name, cluster=cluster, system=JSHARD, reduce_dtype=reduce_dtype, request=request)
 
 
 def _gspmd(model: Model, cluster: str, reduce_dtype: str, profile: str | None) -> Cell:
-    """Returns the model as plain Flax, its parameters sharded as for zero3."""
+    """Returns the model as plain Flax, its parameters sharded as for zero3.
+
+    Its request does not depend on `plain_attention`, so a stored row serves the models of both forms.
+    """
     file, changed = f"models/{model.file}.py", ()
     if reduce_dtype == FLOAT32:
         # These layers compute in bfloat16 by themselves, and take parameters as they are stored.

@@ -120,7 +120,10 @@ class Stored:
 
     def row(self, cell: Cell) -> Row | None:
         """Returns the row of a cell; None if no row is of it, or of these versions."""
-        return self._rows.get(self._text(as_key(cell.request, versions())))
+        row = self._rows.get(self._text(as_key(cell.request, versions())))
+        if row is None:
+            return None
+        return {**row, "model": cell.model}  # one program may serve models of several names
 
     def _text(self, key: Mapping[str, Any]) -> str:
         parts = [key["request"]] if self._any_versions else [key["request"], key["versions"]]

@@ -60,7 +60,7 @@ def test_cells_of_plain_flax_come_first_and_patterns_choose():
 
 def test_stored_rows_are_those_of_the_same_request_and_versions(tmp_path):
     first, second, *_ = cells_of(quick=True, clusters=())
-    key = as_key(first.request, versions())
+    key = as_key(first.request, versions()) | {"model": first.model}
     lines = tmp_path / "folder" / "rows.jsonl"
     append(lines, key | {"step_s": 1.0})
     append(lines, key | {"step_s": 2.0})
@@ -74,6 +74,19 @@ def test_stored_rows_are_those_of_the_same_request_and_versions(tmp_path):
     append(lines, key | {"error": "The compiler failed."})
     assert Stored(read([lines])).row(first)["step_s"] == 2.0  # an error is no result
     assert key["request"]["model"] == "models/gpt.py"  # in any checkout
+
+
+def test_a_program_of_plain_flax_on_tpus_serves_both_forms_of_attention():
+    cells = cells_of(quick=False, clusters=[TPUS[0]], only=["GPT XL *float32 fastest"])
+    by_name = {(cell.model, cell.system): cell for cell in cells}
+    name, plain_name = "GPT XL", "GPT XL plain attention"
+    theirs = by_name[name, GSPMD]
+    stored = Stored([as_key(theirs.request, versions()) | {"model": name, "step_s": 1.0}])
+    for model in (name, plain_name):
+        row = stored.row(by_name[model, GSPMD])
+        assert row is not None and row["model"] == model
+    assert "model.attention=xla" in by_name[plain_name, JSHARD].request.settings
+    assert stored.row(by_name[plain_name, JSHARD]) is None
 
 
 def test_a_run_compiles_what_is_not_stored_and_jshard_always(tmp_path, monkeypatch):
@@ -101,12 +114,12 @@ def test_a_run_compiles_what_is_not_stored_and_jshard_always(tmp_path, monkeypat
 
 
 def test_a_report_of_stored_rows_has_those_of_other_versions(tmp_path):
-    for_gpus, for_tpus = cells_of(quick=False, clusters=[GPUS[0], TPUS[0]], only=["GPT XL * jshard bfloat16 *"])
+    for_gpus, for_tpus = cells_of(quick=False, clusters=[GPUS[0], TPUS[0]], only=["GPT XL [hv]* jshard bfloat16 *"])
     key = as_key(for_tpus.request, versions() | {"jax": "0.0"})
     tpu_row = row(JSHARD, 1.0, 1, model=for_tpus.model, cluster=for_tpus.cluster) | key
     lines = tmp_path / "rows.jsonl"
     append(lines, tpu_row)
-    options = {"quick": False, "clusters": f"{GPUS[0]},{TPUS[0]}", "only": "GPT XL * jshard bfloat16 *"}
+    options = {"quick": False, "clusters": f"{GPUS[0]},{TPUS[0]}", "only": "GPT XL [hv]* jshard bfloat16 *"}
     *_, result = case.run(**options, reuse=[lines], stored_only=True)
     assert result == {"rows": [json.loads(json.dumps(tpu_row))], "missing": [for_gpus.label]}
 
