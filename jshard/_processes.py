@@ -22,6 +22,9 @@ import jax
 from jshard._compat import coordinator
 from jshard.errors import FourPartError, RunError, is_request
 
+Defer = Callable[[Callable[[], None]], None]
+"""Gets work that may be done later."""
+
 _LONG_S = 86400.0  # for waits on the work of one process, however long it takes
 
 
@@ -67,6 +70,11 @@ def gather_texts(text: str) -> list[str]:
     return exchange("texts", text)
 
 
+def at_once(work: Callable[[], None]) -> None:
+    """Does what is left to do of an exchange."""
+    work()
+
+
 def exchange(
     topic: str,
     value: object,
@@ -74,6 +82,7 @@ def exchange(
     timeout_s: float = _LONG_S,
     session: str = "",
     group: ProcessGroup | None = None,
+    defer: Defer = at_once,
 ) -> list[Any]:
     """Exchanges a value of every process: returns those of all, once all have called. It is one meeting.
 
@@ -84,6 +93,8 @@ def exchange(
         session: a text that all have agreed on, and that no other call with this topic has. A process that comes when
             the others no longer wait then fails at once. Without it, it cannot distinguish that from a new attempt.
         group: the processes that call it, all by default.
+        defer: gets what is left to do when all have the values. It must run before the next call with this topic;
+            at once, by default.
 
     Returns:
         The values of all, in the order of the processes.
@@ -95,8 +106,23 @@ def exchange(
     group = group or all_processes()
     if len(group.members) == 1:
         return [value]
+    one_round = _Round(topic, timeout_s, session, group)
+    with _errors_named(topic):
+        texts, place = one_round.exchange(json.dumps(value))
+
+    def leave() -> None:
+        with _errors_named(topic):
+            one_round.leave(place)
+
+    defer(leave)
+    return [json.loads(text) for text in texts]
+
+
+@contextlib.contextmanager
+def _errors_named(topic: str) -> Iterator[None]:
+    """Raises errors of the service as a `RunError`."""
     try:
-        texts = _Round(topic, timeout_s, session, group).exchange(json.dumps(value))
+        yield
     except RunError:
         raise
     except Exception as error:
@@ -107,7 +133,6 @@ def exchange(
             why=f"{type(error).__name__}: {reason[:300]}",
             do="check the last output of process 0: the service they communicate through runs in it.",
         ) from error
-    return [json.loads(text) for text in texts]
 
 
 def all_or_none(
@@ -119,6 +144,7 @@ def all_or_none(
     timeout_s: float = _LONG_S,
     session: str = "",
     group: ProcessGroup | None = None,
+    defer: Defer = at_once,
 ) -> list[Any]:
     """Lets all processes continue, or none: if one reports an error, all raise. Every process calls it.
 
@@ -132,6 +158,7 @@ def all_or_none(
         timeout_s: how long to wait for the others.
         session: see `exchange`.
         group: the processes that call it, all by default.
+        defer: see `exchange`.
 
     Returns:
         The values of all, in the order of the processes.
@@ -141,7 +168,7 @@ def all_or_none(
     """
     group = group or all_processes()
     # A process with an error comes, too: the others wait for its report.
-    reports = _exchange_reports(topic, value, error, timeout_s=timeout_s, session=session, group=group)
+    reports = _exchange_reports(topic, value, error, timeout_s=timeout_s, session=session, group=group, defer=defer)
     values = []
     parts_of_errors = {}
     for process, (parts, value_of_process) in zip(group.members, reports, strict=True):
@@ -172,13 +199,14 @@ def _exchange_reports(
     timeout_s: float,
     session: str,
     group: ProcessGroup,
+    defer: Defer,
 ) -> list[Any]:
     """Returns the parts of the error, or None, and the value of each process; raises if some did not answer."""
     parts = None
     if error is not None:
         parts = _parts(error)
     try:
-        return exchange(topic, [parts, value], timeout_s=timeout_s, session=session, group=group)
+        return exchange(topic, [parts, value], timeout_s=timeout_s, session=session, group=group, defer=defer)
     except RunError as missing:
         # The error of this process comes first: it may be why the others did not answer.
         if isinstance(error, FourPartError):
@@ -288,8 +316,8 @@ class _Round:
         self._client = coordinator()
         self._process = jax.process_index()
 
-    def exchange(self, text: str) -> list[str]:
-        """Publishes a string, and returns those of all."""
+    def exchange(self, text: str) -> tuple[list[str], str]:
+        """Publishes a string; returns those of all, and the place where they are until all `leave` it."""
         num_failed = self._num_failed()
         if self._session and num_failed:
             raise self._late_error()
@@ -306,8 +334,7 @@ class _Round:
             self._client.key_value_set(f"{self._root}/failed/{num_failed}", "=", allow_overwrite=True)
             self._client.key_value_delete(self._key(place))
             raise
-        self._leave(place)
-        return [texts[process] for process in self._group.members]
+        return [texts[process] for process in self._group.members], place
 
     def check_awaited(self) -> None:
         """Raises a `RunError` if others no longer wait for this process."""
@@ -349,7 +376,7 @@ class _Round:
         published = self._client.key_value_dir_get(f"{place}/given/")
         return {_process_of(key): text.removeprefix("=") for key, text in published}
 
-    def _leave(self, place: str) -> None:
+    def leave(self, place: str) -> None:
         """Notes that this process has read the strings; the last one deletes them, and the notes."""
         num_readers = self._client.key_value_increment(f"{place}/readers", 1)
         if num_readers == len(self._group.members):

@@ -7,7 +7,15 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, cast
 
-from jshard._processes import ProcessGroup, all_or_none, all_processes, check_awaited, failures, publish_failure
+from jshard._processes import (
+    ProcessGroup,
+    all_or_none,
+    all_processes,
+    at_once,
+    check_awaited,
+    failures,
+    publish_failure,
+)
 from jshard._types import Json
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, in_four_parts, reasons_of, write_failed
@@ -42,17 +50,23 @@ class CollectiveSteps:
         # Where processes publish theirs, also between steps.
         self._failures = f"save {next(_save_numbers[self._group])}{self._group.suffix}"
         self._agreed: Exception | None = None  # why the save has failed, once all processes know it
+        self._deferred: list[Callable[[], None]] = []  # what is left to do of a step, see `leave_later`
 
-    def run(self, topic: str, work: Callable[[], tuple[Result, Report]]) -> tuple[Result, list[Report]]:
+    def run(
+        self, topic: str, work: Callable[[], tuple[Result, Report]], *, leave_later: bool = False
+    ) -> tuple[Result, list[Report]]:
         """Runs one step; every process calls it.
 
         Args:
             topic: its name.
             work: returns a result for this process, and a report for all of them, which is sent as JSON.
+            leave_later: whether the next step, or `leave`, removes the reports, rather than this one. For a step that
+                training waits for: it is another request to the service.
 
         Returns:
             The result of this process's work, and the reports of all processes.
         """
+        self.leave()
         result: Result | None = None
         report: Report | None = None
         error: Exception | None = None
@@ -75,8 +89,18 @@ class CollectiveSteps:
             timeout_s=self._timeout_after(error),
             session=self.session,
             group=self._group,
+            defer=self._deferred.append if leave_later else at_once,
         )
         return cast(Result, result), reports  # an error of any process has been raised
+
+    def leave(self) -> None:
+        """Removes the reports of a step that was to be left later.
+
+        Each process counts itself as a reader, and the last one removes them: a missing count would remove those of a
+        later save to this path too early.
+        """
+        while self._deferred:
+            self._deferred.pop()()
 
     def run_alike(self, topic: str, work: Callable[[], None]) -> None:
         """Runs a step that has no results."""

@@ -18,14 +18,23 @@ from jshard.errors import FourPartError
 _Key = TypeVar("_Key")
 
 
-def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: str = "packed") -> ProcessGroup:
+def group_of_state(state: PyTree, processes: Sequence[int] | None) -> ProcessGroup:
+    """Returns the processes that restore a state together; see `group_of_leaves`."""
+    if processes is None and jax.process_count() == 1:
+        return all_processes()
+    return group_of_leaves(_leaves_or_none(state), processes)
+
+
+def group_of_leaves(
+    leaves: Mapping[_leaves.Path, object], processes: Sequence[int] | None, *, format: str = "packed"
+) -> ProcessGroup:
     """Returns the processes that save or restore a state together; this process is one of them.
 
     Arrays over several processes say which: those of their mesh. Arrays on the devices of one process say nothing, as
     each process may have such arrays of its own.
 
     Args:
-        state: a state with arrays, or abstract ones.
+        leaves: those of a state, arrays or abstract ones.
         processes: the indices of the processes, if the caller says which.
         format: see `save`.
 
@@ -34,38 +43,38 @@ def group_of_state(state: PyTree, processes: Sequence[int] | None, *, format: st
     """
     if processes is None and jax.process_count() == 1:
         return all_processes()
-    if processes is None:
-        leaves = _named_leaves(state)
-        group = _group_of_arrays(leaves)
-    else:
-        group = _checked(processes)
-        leaves = {} if group.is_all else _named_leaves(state)
+    group = _group_of_arrays(leaves) if processes is None else _checked(processes)
     if not group.is_all:
-        _check_holds_arrays(group, leaves)
-        _check_needs_no_others(group, leaves, format)
+        by_text = _leaves.by_text(leaves)
+        _check_holds_arrays(group, by_text)
+        _check_needs_no_others(group, by_text, format)
     return group
+
+
+def _leaves_or_none(state: PyTree) -> Mapping[_leaves.Path, object]:
+    """Returns the leaves of a state; none if it is not one, which is reported where it is used."""
+    try:
+        return _leaves.flatten(state)
+    except (FourPartError, TypeError, ValueError):
+        return {}
 
 
 def processes_of_arrays(leaves: Mapping[_Key, object]) -> dict[_Key, frozenset[int]]:
     """Returns the processes whose devices each array is on; leaves that are no arrays are left out."""
     processes = {}
+    # Most arrays of a state have one of a few shardings, whose devices are many.
+    by_sharding: dict[jax.sharding.Sharding, frozenset[int]] = {}
     for key, leaf in leaves.items():
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
-            processes[key] = frozenset(device.process_index for device in sharding.device_set)
+        if not isinstance(sharding, jax.sharding.Sharding):
+            continue
+        if sharding not in by_sharding:
+            by_sharding[sharding] = frozenset(device.process_index for device in sharding.device_set)
+        processes[key] = by_sharding[sharding]
     return processes
 
 
-def _named_leaves(state: PyTree) -> Mapping[str, object]:
-    """Returns the leaves of a state by path; none if it is not one, which is reported where it is used."""
-    try:
-        leaves = _leaves.flatten(state)
-    except (FourPartError, TypeError, ValueError):
-        return {}
-    return _leaves.by_text(leaves)
-
-
-def _group_of_arrays(leaves: Mapping[str, object]) -> ProcessGroup:
+def _group_of_arrays(leaves: Mapping[_leaves.Path, object]) -> ProcessGroup:
     """Returns the processes of the mesh of all arrays that are over several processes; without one, all processes."""
     meshes = set()
     for members in processes_of_arrays(leaves).values():

@@ -118,7 +118,12 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
         numbers = jax.eval_shape(jax.random.key_data, leaf)
     if shape is None:
         shape = tuple(numbers.shape)
-    return StoredLeaf(shape=shape, dtype=jnp.dtype(numbers.dtype).name, key=key, spec=_spec(leaf))
+    return StoredLeaf(shape=shape, dtype=_name_of(numbers.dtype), key=key, spec=_spec(leaf))
+
+
+@functools.cache  # NumPy composes the name at every request, and a state has thousands of leaves of few dtypes
+def _name_of(dtype: np.dtype) -> str:
+    return jnp.dtype(dtype).name
 
 
 def describe_all(leaves: Mapping[str, Any], logical_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredLeaf]:

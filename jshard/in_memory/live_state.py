@@ -97,14 +97,15 @@ class LiveState(_InMemory):
             group: the processes that read it together.
         """
         self._group = group
-        by_path = {path: _as_array(leaf) for path, leaf in _leaves.flatten(state).items()}
+        flat = _leaves.flat_state(state)
+        by_path = {path: _as_array(leaf) for path, leaf in flat.leaves.items()}
         self._leaves: dict[str, Leaf] = _leaves.by_text(by_path)
         self._check_not_deleted()
         self.casts: dict[str, np.dtype] = {}
         # Only types matter here: values would be copied.
         shown = {path: _shown(leaf) for path, leaf in by_path.items()}
         self._described = leaf_values.storable(shown, abstract=True)
-        logical_shapes = _leaves.by_text(_leaves.logical_shapes(state))
+        logical_shapes = _leaves.by_text(flat.logical_shapes)
         self.leaves = _manifest.describe_all(self._described, logical_shapes)
         self._values = _values_of(self.leaves, self._described)
 

@@ -9,6 +9,7 @@ and waits at the service, whichever library called them.
 import json
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,15 +27,18 @@ PROCESS, NUM, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Pa
 
 
 class CountingClient:
-    """The client of the service, which counts what waits for other processes."""
+    """The client of the service, which counts what waits for other processes, and the main thread's requests."""
 
     def __init__(self, client):
         self._client = client
         self.num_waits = 0
+        self.num_of_main_thread = 0
 
     def __getattr__(self, name):
         if name in ("wait_at_barrier", "blocking_key_value_get", "blocking_key_value_get_bytes"):
             self.num_waits += 1
+        if threading.current_thread() is threading.main_thread():
+            self.num_of_main_thread += 1
         return getattr(self._client, name)
 
 
@@ -48,12 +52,14 @@ def state():
 def counted(client, operation):
     """The meetings of an operation, and what other waits it has."""
     num_before = client.num_waits
+    num_requests_before = client.num_of_main_thread
     with record_meetings() as meetings:
         operation()
     topics = [meeting.topic.split(" ")[0] for meeting in meetings]
     return {
         "meetings": topics,
         "blocking": [meeting.is_in_main_thread for meeting in meetings],
+        "requests of the main thread": client.num_of_main_thread - num_requests_before,
         "other waits": client.num_waits - num_before - len(meetings),
     }
 

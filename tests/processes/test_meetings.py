@@ -72,3 +72,5 @@ def test_the_number_of_meetings_does_not_grow_with_the_processes(tmp_path, num):
         assert {operation: each["other waits"] for operation, each in said.items()} == dict.fromkeys(MEETINGS, 0)
         # Training waits for one only.
         assert said["asynchronous save"]["blocking"] == [True, False, False]
+        # In that: which round it is, its report, the barrier, and the reports of all. What remains is done later.
+        assert said["asynchronous save"]["requests of the main thread"] == 4

@@ -125,8 +125,9 @@ class Packing:
     """This process's part of a state. The values are copied or held at construction, so the next step may run."""
 
     def __init__(self, state: PyTree, *, step: int) -> None:
-        leaves = storable(_leaves.flatten(state))
-        stored = _manifest.describe_all(leaves, _leaves.by_text(_leaves.logical_shapes(state)))
+        flat = _leaves.flat_state(state)
+        leaves = storable(flat.leaves)
+        stored = _manifest.describe_all(leaves, _leaves.by_text(flat.logical_shapes))
         self._manifest = Manifest(leaves=stored, step=step, values=_manifest.python_values(leaves))
         self._snapshot = HostSnapshot(leaves, stored, most_bytes=_ONE_FILE_BYTES)
 

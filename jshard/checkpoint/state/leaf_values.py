@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -138,6 +139,7 @@ def _without_values(leaf: object, group: ProcessGroup) -> StoredValue | None:
     return _stored(leaf, group)
 
 
+@functools.cache  # of few dtypes, asked for every leaf of a state that training waits for
 def _is_storable(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype.name in _STORABLE
 

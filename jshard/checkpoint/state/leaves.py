@@ -6,6 +6,7 @@ variables, or any other pytree.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from jshard._types import PyTree
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.state.named_nodes import named_node, names_by_key
 from jshard.linen.boxes import is_padded
-from jshard.plans.padding import logical_shape, padding_of
+from jshard.plans.padding import padding_of
 
 Path = tuple[str, ...]
 _Value = TypeVar("_Value")
@@ -101,14 +102,37 @@ def flat(tree: PyTree, path: str = "") -> dict[str, PyTree]:
 # ---- leaves of a state
 
 
-def flatten(state: PyTree) -> dict[Path, object]:
+@dataclasses.dataclass(frozen=True)
+class FlatState:
+    """The leaves of a state, by path.
+
+    Attributes:
+        leaves: the values.
+        logical_shapes: the stored shapes, without padding, of leaves whose arrays are padded to divide over a mesh.
+    """
+
+    leaves: Mapping[Path, object]
+    logical_shapes: Mapping[Path, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    path: Path
+    value: object
+    logical_shape: tuple[int, ...] | None = None  # of a padded array
+
+
+def flat_state(state: PyTree) -> FlatState:
     """Returns every leaf of a state by its path; raises `CheckpointError` if two leaves have the same path."""
     leaves: dict[Path, object] = {}
+    logical_shapes: dict[Path, tuple[int, ...]] = {}
     repeated: set[str] = set()
-    for path, leaf in _all_leaves(state):
-        if path in leaves:
-            repeated.add(text(path))
-        leaves[path] = leaf
+    for leaf in _all_leaves(state):
+        if leaf.path in leaves:
+            repeated.add(text(leaf.path))
+        leaves[leaf.path] = leaf.value
+        if leaf.logical_shape is not None:
+            logical_shapes[leaf.path] = leaf.logical_shape
     if repeated:
         raise CheckpointError(
             "The state cannot be stored by path.",
@@ -116,30 +140,17 @@ def flatten(state: PyTree) -> dict[Path, object]:
             why="two leaves have the same path: keys are stored as text.",
             do="rename one of them.",
         )
-    return leaves
+    return FlatState(leaves, logical_shapes)
 
 
-def logical_shapes(state: PyTree) -> dict[Path, tuple[int, ...]]:
+def flatten(state: PyTree) -> Mapping[Path, object]:
+    """Returns every leaf of a state by its path; raises `CheckpointError` if two leaves have the same path."""
+    return flat_state(state).leaves
+
+
+def logical_shapes(state: PyTree) -> Mapping[Path, tuple[int, ...]]:
     """Returns the stored shapes, without padding, of leaves whose arrays are padded to divide over a mesh."""
-    shapes: dict[Path, tuple[int, ...]] = {}
-    for name, value in parts_of(state):
-        variables = variables_of(value)
-        if variables is not None:
-            for path, variable in variables:
-                if padding_of(variable) is not None:
-                    shapes[*name, *path] = logical_shape(variable)
-            continue
-        # Boxes and variables are nodes of a pytree. Their arrays alone, its leaves, do not say what is padding.
-        for path, node in _nodes(value, name, is_leaf=_has_padding):
-            if is_padded(node):
-                shapes[path] = node.shape
-            if padding_of(node) is not None:
-                shapes[*path, "value"] = logical_shape(node)  # JAX's key of a variable's array
-    return shapes
-
-
-def _has_padding(node: object) -> bool:
-    return is_padded(node) or padding_of(node) is not None
+    return flat_state(state).logical_shapes
 
 
 def by_number(state: PyTree) -> dict[str, str]:
@@ -151,9 +162,9 @@ def by_number(state: PyTree) -> dict[str, str]:
     by_name = _all_leaves(state)
     by_numbers = _all_leaves(state, is_numbered=True)
     # Both walks visit the same leaves in the same order.
-    for (path, _), (numbered_path, _) in zip(by_name, by_numbers, strict=True):
-        if path != numbered_path:
-            numbered_paths[text(path)] = text(numbered_path)
+    for named, numbered in zip(by_name, by_numbers, strict=True):
+        if named.path != numbered.path:
+            numbered_paths[text(named.path)] = text(numbered.path)
     return numbered_paths
 
 
@@ -212,29 +223,52 @@ def _child(node: PyTree, key: object) -> PyTree:
     return getattr(node, key, None) if isinstance(key, str) else None
 
 
-def _all_leaves(state: PyTree, *, is_numbered: bool = False) -> list[tuple[Path, object]]:
-    leaves = []
+def _all_leaves(state: PyTree, *, is_numbered: bool = False) -> list[_Leaf]:
+    leaves: list[_Leaf] = []
     for name, value in parts_of(state):
         leaves += _leaves_of_part(value, name, is_numbered=is_numbered)
     return leaves
 
 
-def _leaves_of_part(value: PyTree, name: Path, *, is_numbered: bool) -> Iterator[tuple[Path, object]]:
+def _leaves_of_part(value: PyTree, name: Path, *, is_numbered: bool) -> Iterator[_Leaf]:
     variables = variables_of(value, is_numbered=is_numbered)
     if variables is None:
         yield from _leaves_of_tree(value, name, is_numbered=is_numbered)
         return
     for path, variable in variables:
-        # Usually one; Optax may mask it out.
-        yield from _leaves_of_tree(_raw_value(variable), (*name, *path), is_numbered=is_numbered)
+        shape = _logical_shape_of(variable)
+        # Usually one leaf; Optax may mask it out.
+        for leaf in _leaves_of_tree(_raw_value(variable), (*name, *path), is_numbered=is_numbered):
+            yield leaf if shape is None else dataclasses.replace(leaf, logical_shape=shape)
 
 
-def _leaves_of_tree(tree: PyTree, name: Path, *, is_numbered: bool) -> Iterator[tuple[Path, object]]:
-    for path, node in _nodes(tree, name, is_leaf=is_padded, is_numbered=is_numbered):
+def _leaves_of_tree(tree: PyTree, name: Path, *, is_numbered: bool) -> Iterator[_Leaf]:
+    # Boxes and variables are nodes of a pytree. Their arrays alone, its leaves, do not say what is padding.
+    for path, node in _nodes(tree, name, is_leaf=_has_padding, is_numbered=is_numbered):
         if is_padded(node):
-            yield path, node.value  # the same path, padded or not: a checkpoint restores onto any mesh
-        else:
-            yield path, node
+            # The same path, padded or not: a checkpoint restores onto any mesh.
+            yield _Leaf(path, node.value, node.shape)
+            continue
+        shape = _logical_shape_of(node)
+        if shape is None:
+            yield _Leaf(path, node)
+            continue
+        for array_path, array in _nodes(node, path, is_leaf=is_padded, is_numbered=is_numbered):
+            yield _Leaf(array_path, array, shape)
+
+
+def _has_padding(node: object) -> bool:
+    return is_padded(node) or padding_of(node) is not None
+
+
+def _logical_shape_of(node: PyTree) -> tuple[int, ...] | None:
+    """Returns the shape of a variable's array without its padding; None if it has none, or this is no variable."""
+    padding = padding_of(node)
+    if padding is None:
+        return None
+    # A variable of a tree of other values, such as a mask, has no array.
+    shape = getattr(_raw_value(node), "shape", None)
+    return None if shape is None else padding.logical_shape(shape)
 
 
 def _nodes(
