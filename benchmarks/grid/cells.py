@@ -16,6 +16,9 @@ _PLAIN = "benchmarks/grid/plain"  # model files whose layers keep gradients of w
 
 JSHARD, GSPMD = "jshard", "gspmd"
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
+NONE, FASTEST, DESCRIBED = "none", "fastest", "described"
+"""XLA's own options; jshard's profile; that with the flag that describes the cluster to the compiler's scheduler, as
+`--xla-flags auto` makes it: only between hosts there is something to describe."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +45,16 @@ class Cell:
     request: CompileRequest
 
     @property
+    def options(self) -> str:
+        """The options of the compiler: NONE, FASTEST or DESCRIBED."""
+        if self.request.xla_flags:
+            return DESCRIBED
+        return self.request.profile or NONE
+
+    @property
     def label(self) -> str:
         """Its name, which `--only` matches."""
-        profile = self.request.profile or "none"
-        return f"{self.model} {self.cluster} {self.system} {self.reduce_dtype} {profile}"
+        return f"{self.model} {self.cluster} {self.system} {self.reduce_dtype} {self.options}"
 
 
 _WIDE_350M = ("model.n_layer=24", "model.n_head=16", "model.d_model=1024", "model.d_ff=4096", "model.scan=true")
@@ -104,34 +113,39 @@ def cells_of(*, quick: bool, clusters: Sequence[str], only: Sequence[str] = ()) 
 
 def _quick_cells() -> Iterator[Cell]:
     for model in _QUICK:
-        yield _gspmd(model, GPUS[0], BFLOAT16, "fastest")
+        yield _gspmd(model, GPUS[0], BFLOAT16, FASTEST)
         yield _jshard(model, GPUS[0], BFLOAT16)
 
 
 def _cells_on(cluster: str) -> Iterator[Cell]:
     models = ON_TPUS if cluster in TPUS else ON_GPUS
+    topology = parse_topology(cluster)
+    profiles = [FASTEST]
+    if topology.device.platform == "gpu" and topology.num_devices > topology.fast_group:
+        profiles.append(DESCRIBED)
     for model in models:
-        for profile in (None, "fastest"):
-            yield _gspmd(model, cluster, BFLOAT16, profile)
+        for options in (NONE, *profiles):
+            yield _gspmd(model, cluster, BFLOAT16, options)
             if model.sums_in_float32:
-                yield _gspmd(model, cluster, FLOAT32, profile)
-        yield _jshard(model, cluster, FLOAT32)
-        yield _jshard(model, cluster, BFLOAT16)
+                yield _gspmd(model, cluster, FLOAT32, options)
+        for options in profiles:
+            yield _jshard(model, cluster, FLOAT32, options)
+            yield _jshard(model, cluster, BFLOAT16, options)
 
 
-def _jshard(model: Model, cluster: str, reduce_dtype: str) -> Cell:
+def _jshard(model: Model, cluster: str, reduce_dtype: str, options: str = FASTEST) -> Cell:
     """Returns zero3 as jshard makes it; gradients are reduced in float32 unless the model says otherwise."""
     changed: tuple[str, ...] = ()
     if reduce_dtype != FLOAT32:
         changed = (f"model.reduce_dtype={reduce_dtype}",)
     if model.plain_attention:
         changed = (*changed, "model.attention=xla")
-    request = _request(model, cluster, file=f"models/{model.file}.py", profile="fastest", settings=changed)
+    request = _request(model, cluster, file=f"models/{model.file}.py", options=options, settings=changed)
     request = dataclasses.replace(request, units={"reshard_after_forward": True})
     return Cell(model=model.name, cluster=cluster, system=JSHARD, reduce_dtype=reduce_dtype, request=request)
 
 
-def _gspmd(model: Model, cluster: str, reduce_dtype: str, profile: str | None) -> Cell:
+def _gspmd(model: Model, cluster: str, reduce_dtype: str, options: str) -> Cell:
     """Returns the model as plain Flax, its parameters sharded as for zero3.
 
     Its request does not depend on `plain_attention`, so a stored row serves the models of both forms.
@@ -140,14 +154,12 @@ def _gspmd(model: Model, cluster: str, reduce_dtype: str, profile: str | None) -
     if reduce_dtype == FLOAT32:
         # These layers compute in bfloat16 by themselves, and take parameters as they are stored.
         file, changed = f"{_PLAIN}/{model.file}.py", ("model.compute_dtype=float32",)
-    request = _request(model, cluster, file=file, profile=profile, settings=changed)
+    request = _request(model, cluster, file=file, options=options, settings=changed)
     request = dataclasses.replace(request, plain_flax=True)
     return Cell(model=model.name, cluster=cluster, system=GSPMD, reduce_dtype=reduce_dtype, request=request)
 
 
-def _request(
-    model: Model, cluster: str, *, file: str, profile: str | None, settings: tuple[str, ...]
-) -> CompileRequest:
+def _request(model: Model, cluster: str, *, file: str, options: str, settings: tuple[str, ...]) -> CompileRequest:
     num_devices = parse_topology(cluster).num_devices
     batch = (f"batch_size={model.sequences * num_devices}", "accumulate=1")
     return CompileRequest(
@@ -156,7 +168,8 @@ def _request(
         settings=(*batch, *model.settings, *settings),
         mesh={"replica": 1, "fsdp": num_devices, "tensor": 1},
         topology=cluster,
-        profile=profile,
+        profile=None if options == NONE else FASTEST,
+        xla_flags="auto" if options == DESCRIBED else "",
     )
 
 

@@ -11,9 +11,9 @@ from benchmarks.grid.cells import GSPMD, JSHARD, Cell
 from benchmarks.grid.report import EARLIER, HEAD, UNTIL, XLAS_OWN
 from benchmarks.grid.rows import Row
 
-# The columns of a system: time, hidden, peak, collectives, options. A report compiles jshard's with one profile.
+# The columns of a system: time, hidden, peak, collectives, options. Older reports compile jshard's with one profile.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
-    JSHARD: ("jshard, ms est.", "hidden, est.", "peak, GiB", "collectives"),
+    JSHARD: ("jshard, ms est.", "hidden, est.", "peak, GiB", "collectives", "options"),
     GSPMD: ("GSPMD, ms est.", "GSPMD hidden", "GSPMD peak", "GSPMD collectives", "GSPMD options"),
 }
 _OWN_PROFILE = "fastest"
@@ -44,15 +44,18 @@ def _rows_of(lines: Sequence[str]) -> Iterator[Row]:
     dates = {system: _last_date(f"Programs of {system} ", " to ", lines) for system in _COLUMNS}
     date_of_earlier = _last_date(f"{EARLIER} ", UNTIL, lines)
     cluster = ""
+    head: list[str] = []
     for line in lines:
         if line.startswith("## "):
             cluster = line.removeprefix("## ")
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) != len(HEAD):
+        if set(cells) <= set(HEAD):
+            head = cells
+        if len(cells) != len(head):
             continue
-        stated = dict(zip(HEAD, cells, strict=True))
+        stated = dict(zip(head, cells, strict=True))
         for system, columns in _COLUMNS.items():
-            figures = [stated[column] for column in columns]
+            figures = [stated[column] for column in columns if column in stated]
             collectives = figures[3]
             if not collectives.isdigit():  # the head, or a program without figures
                 continue

@@ -16,11 +16,17 @@ _EXPLAINED = (
     " docs/planning.md, the same for both systems."
 )
 _COMPARED = (
-    "jshard is `zero3` with its profile `fastest`. GSPMD is the same model as plain Flax under `jax.jit`, with its"
-    " parameters sharded alike: the faster of XLA's own options and that profile. Ratios are jshard / GSPMD: below 1"
+    "jshard is `zero3` with its profile `fastest`; between hosts also with the flag that describes the cluster to the"
+    " compiler's scheduler, which `jshard plan --xla-flags auto` prints (*described*), and the faster one counts. GSPMD"
+    " is the same model as plain Flax under `jax.jit`, with its parameters sharded alike: the fastest of XLA's own"
+    " options, that profile, and that with the flag. Ratios are jshard / GSPMD: below 1"
     " jshard is faster, or takes less memory. Both reduce gradients in the dtype of their row. Plain Flax reduces in"
     " the dtype in which it computes, bfloat16; for float32 its layers get another product, which gives the gradient of"
     " a weight in float32 (benchmarks/grid/float32_layers.py)."
+)
+_LEAST = (
+    "*Least ratio* is GSPMD's step without what it waits for, by its step: no schedule of communication alone makes a"
+    " step of the same operations shorter than that."
 )
 _PLAIN_ATTENTION = "attention runs in plain form"  # a note of a compiled step begins so
 _PLAIN_EXPLAINED = (
@@ -37,6 +43,7 @@ HEAD = [
     "jshard, ms est.",
     "GSPMD, ms est.",
     "time ratio",
+    "least ratio",
     "hidden, est.",
     "GSPMD hidden",
     "peak, GiB",
@@ -44,6 +51,7 @@ HEAD = [
     "peak ratio",
     "collectives",
     "GSPMD collectives",
+    "options",
     "GSPMD options",
 ]
 
@@ -67,6 +75,13 @@ class Pair:
     def time_ratio(self) -> float:
         """The estimated time of jshard by that of GSPMD."""
         return self.figure("step_s") / self.figure("step_s", of_theirs=True)
+
+    @property
+    def least_ratio(self) -> float | None:
+        """The time ratio of a step with GSPMD's operations that waits for nothing; None if its waits are not stated."""
+        if not _counts(self.theirs) or "exposed_s" not in self.theirs:
+            return None
+        return 1 - self.theirs["exposed_s"] / self.theirs["step_s"]
 
     @property
     def peak_ratio(self) -> float:
@@ -137,7 +152,7 @@ def report_lines(rows: Sequence[Row], missing: Sequence[str] = ()) -> list[str]:
         missing: labels of what was not.
     """
     pairs = pairs_of(rows)
-    lines = [*_worst(pairs), "", _EXPLAINED, "", _COMPARED, ""]
+    lines = [*_worst(pairs), "", _EXPLAINED, "", _COMPARED, "", _LEAST, ""]
     for cluster in dict.fromkeys(pair.cluster for pair in pairs):
         here = [pair for pair in pairs if pair.cluster == cluster]
         lines += [f"## {cluster}", "", *markdown_table(HEAD, map(_cells, here), num_words=2), ""]
@@ -166,15 +181,17 @@ def _worst(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _cells(pair: Pair) -> list[str]:
-    time_ratio = peak_ratio = _NOTHING
+    time_ratio = least_ratio = peak_ratio = _NOTHING
     if pair.is_compared:
         time_ratio = f"{pair.time_ratio:.3f}"
         peak_ratio = f"{pair.peak_ratio:.3f}"
+    if pair.least_ratio is not None:
+        least_ratio = f"{pair.least_ratio:.3f}"
     ours = _Cells.of(pair.ours)
     theirs = _Cells.of(pair.theirs)
-    times = [ours.step, theirs.step, time_ratio]
+    times = [ours.step, theirs.step, time_ratio, least_ratio]
     peaks = [ours.peak, theirs.peak, peak_ratio]
-    others = [ours.collectives, theirs.collectives, theirs.options]
+    others = [ours.collectives, theirs.collectives, ours.options, theirs.options]
     return [pair.model, pair.reduce_dtype, *times, ours.hidden, theirs.hidden, *peaks, *others]
 
 

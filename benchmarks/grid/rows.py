@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gzip
 import json
@@ -9,18 +10,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid.cells import JSHARD, Cell, as_key
-from jshard.cluster.compile import CompiledStep, compile_step
+from benchmarks.grid.cells import JSHARD, NONE, Cell, as_key
+from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
+from jshard.cluster.costs import Costs
 from jshard.cluster.machine import PlannedCluster
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology
 from jshard.errors import FourPartError
 from jshard.inspect.hlo import Window
+from jshard.recipes.model_file import load_model_file
+from jshard.recipes.overrides import override
 from jshard.recipes.recipe import versions
 
 Row = Mapping[str, Any]
 
 _TIMEOUT_S = 3600
+_MODELS = Path(__file__).parents[2] / "models"
 
 
 def compiled_row(cell: Cell, programs: Path | None = None) -> dict[str, Any]:
@@ -35,11 +40,11 @@ def compiled_row(cell: Cell, programs: Path | None = None) -> dict[str, Any]:
         "cluster": cell.cluster,
         "system": cell.system,
         "reduce_dtype": cell.reduce_dtype,
-        "profile": cell.request.profile,
+        "profile": None if cell.options == NONE else cell.options,
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M}",
     }
     try:
-        step = compile_step(cell.request, timeout_s=_TIMEOUT_S)
+        step = compile_step(_with_unit_bytes(cell.request), timeout_s=_TIMEOUT_S)
     except FourPartError as error:
         return row | {"error": str(error).splitlines()[0]}
     if programs is not None:
@@ -47,6 +52,19 @@ def compiled_row(cell: Cell, programs: Path | None = None) -> dict[str, Any]:
         name = cell.label.replace(" ", "_").replace(":", "-")
         (programs / f"{name}.hlo.gz").write_bytes(gzip.compress(step.text.encode()))
     return row | _facts(cell, step)
+
+
+def _with_unit_bytes(request: CompileRequest) -> CompileRequest:
+    """Returns a request with the size of the largest unit, on which the flag that describes the cluster depends.
+
+    That of plain Flax has none of its own; the flag is made from jshard's units.
+    """
+    if request.xla_flags != "auto":
+        return request
+    model_file = load_model_file(_MODELS / Path(request.model).name)
+    recipe = override(model_file.recipe(request.recipe)[1], request.settings)
+    costs = Costs(model_file, recipe, PlannedCluster(parse_topology(request.topology)).machine)
+    return dataclasses.replace(request, unit_bytes=costs.unit_bytes(request.mesh))
 
 
 def _facts(cell: Cell, step: CompiledStep) -> dict[str, Any]:

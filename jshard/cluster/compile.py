@@ -157,7 +157,6 @@ def as_text(value: bool | int | str | None) -> str:
 # ---- flags of the compiler
 
 FLAG = "--xla_gpu_analytical_latency_estimator_options"
-_QUEUE = 0.28  # share of a unit's transfer time that one of its gathers waits for others
 _LEAST_LAUNCH_US = 100
 _CPU_FLAGS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # not flags of an accelerator
 
@@ -176,7 +175,9 @@ def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -
     if topology.device.platform != "gpu" or topology.num_devices <= topology.fast_group:
         return None
     host_bytes_per_s = topology.device.slow.bytes_per_s * topology.fast_group
-    queue_us = round(_QUEUE * unit_bytes / host_bytes_per_s * 1e6)
+    # The gathers of a unit start together and share the adapters, so each may end when all have ended. XLA estimates
+    # each as if it were alone, and without this ends them too early for all but the first.
+    queue_us = round(unit_bytes / host_bytes_per_s * 1e6)
     options = {"nccl_op_launch_us": max(_LEAST_LAUNCH_US, queue_us)}
     num_groups = mesh.get(REPLICA, 1)
     if num_groups > 1:

@@ -11,11 +11,25 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from benchmarks.grid import case, float32_layers
-from benchmarks.grid.cells import BFLOAT16, FLOAT32, GPUS, GSPMD, JSHARD, TPUS, as_key, cells_of
+from benchmarks.grid import rows as grid_rows
+from benchmarks.grid.cells import (
+    BFLOAT16,
+    DESCRIBED,
+    FASTEST,
+    FLOAT32,
+    GPUS,
+    GSPMD,
+    JSHARD,
+    NONE,
+    TPUS,
+    as_key,
+    cells_of,
+)
 from benchmarks.grid.earlier import EarlierReport
 from benchmarks.grid.float32_layers import with_float32_gradients
-from benchmarks.grid.report import pairs_of, report_lines
-from benchmarks.grid.rows import Stored, append, read
+from benchmarks.grid.report import HEAD, pairs_of, report_lines
+from benchmarks.grid.rows import Stored, append, compiled_row, read
+from jshard.cluster.compile import TooLargeError, flags_of
 from jshard.recipes.model_file import load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import versions
@@ -53,6 +67,23 @@ def test_cells_of_plain_flax_come_first_and_patterns_choose():
     assert {(cell.model, cell.cluster) for cell in chosen if cell.system == JSHARD} == {("GPT 124M", GPUS[0])}
     # No layers of Flax are in its experts, so plain Flax has no form of it that reduces in float32.
     assert {cell.reduce_dtype for cell in chosen if "Mixtral" in cell.model} == {BFLOAT16}
+
+
+def test_between_hosts_the_compiler_is_also_told_of_the_cluster(monkeypatch):
+    options = lambda cluster: {cell.options for cell in cells_of(quick=False, clusters=[cluster])}
+    assert options("h100:8x8") == {NONE, FASTEST, DESCRIBED}
+    assert options("h100:1x8") == options(TPUS[0]) == {NONE, FASTEST}
+    (cell,) = cells_of(quick=False, clusters=["h100:8x8"], only=["GPT 350M h100:8x8 gspmd bfloat16 described"])
+    asked = []
+    monkeypatch.setattr(grid_rows, "compile_step", lambda request, timeout_s: asked.append(request) or refuse())
+    assert "error" in compiled_row(cell)
+    # The 12 d^2 numbers of a layer of width 1024, with its norms and biases, in 16 bits.
+    assert asked[0].unit_bytes == pytest.approx(2 * 12 * 1024**2, rel=0.01)
+    assert "nccl_op_launch_us" in flags_of(asked[0])
+
+
+def refuse():
+    raise TooLargeError("does not fit.", where="here", why="a test.", do="nothing.")
 
 
 # ---- stored rows
@@ -144,6 +175,15 @@ def test_ratios_are_to_the_faster_program_of_plain_flax_that_fits_and_reduces_al
     assert "Every pair is compared" in said and "no row" not in said
 
 
+def test_the_least_ratio_is_that_of_a_program_that_waits_for_nothing():
+    waiting = row(GSPMD, 2.0, 60, exposed_s=0.1)
+    (pair,) = pairs_of([waiting, row(JSHARD, 1.9, 60)])
+    assert pair.least_ratio == pytest.approx(0.95)
+    assert "| 1900.0 | 2000.0 | 0.950 | 0.950 |" in "\n".join(report_lines([waiting, row(JSHARD, 1.9, 60)]))
+    (alone,) = pairs_of([row(JSHARD, 1.9, 60)])
+    assert alone.least_ratio is None
+
+
 def test_the_report_says_what_is_missing_and_what_differs_from_the_plan():
     rows = [
         row(JSHARD, 1.0, 60, as_planned=False, differences=["an all-gather of 1 MB"]),
@@ -188,6 +228,7 @@ def test_an_earlier_report_has_the_programs_without_a_stored_row(tmp_path):
     *_, result = case.run(quick=False, only=only, reuse=[lines], stored_only=True, earlier=[earlier])
     (pair,) = pairs_of(result["rows"])
     assert pair.time_ratio == pytest.approx(0.04 / 0.0425) and pair.peak_ratio == pytest.approx(1 / 3)
+    assert pair.least_ratio is None  # an earlier report does not state what a program waits for
     said = report_lines(result["rows"])
     in_table, waits = (line for line in said if line.startswith("| GPT 124M"))  # its parts of the time are not stated
     assert waits.endswith("| nothing | - |")
@@ -270,3 +311,19 @@ def test_small_models_communicate_as_planned_and_take_about_as_long_as_under_gsp
 
 # Two layers: the root, which overlaps with little, is most of the model.
 MOST_TIME, MOST_PEAK = 1.15, 1.02
+
+
+def test_an_earlier_report_may_lack_columns(tmp_path):
+    stated = [row(JSHARD, 0.0441, 2**30), row(GSPMD, 0.0425, 3 * 2**30, profile=None)]
+    newer, older = [], []
+    for line in report_lines(stated):
+        cells = line.split("|")
+        newer.append(line)
+        # The columns that came later: the least ratio, and jshard's options.
+        older.append("|".join(cells[:6] + cells[7:14] + cells[15:]) if len(cells) == len(HEAD) + 2 else line)
+    reports = []
+    for name, lines in {"newer": newer, "older": older}.items():
+        path = tmp_path / f"{name}.md"
+        path.write_text("\n".join(lines))
+        reports.append(EarlierReport.read([path]).rows)
+    assert reports[0] == reports[1] and len(reports[0]) == 2

@@ -14,7 +14,7 @@ from jshard.cli._recipe_request import recipe_request_of
 from jshard.cli._request import request_of
 from jshard.cli.plan import PlanArgs
 from jshard.cluster.child_process import CompileError, child_environment, portable
-from jshard.cluster.compile import CompileRequest, TooLargeError, compile_step, unused_flags
+from jshard.cluster.compile import CompileRequest, TooLargeError, compile_step, latency_flag, unused_flags
 from jshard.cluster.compile_process import compiler_error, lowered_step
 from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
@@ -167,6 +167,18 @@ def test_the_child_touches_no_accelerator_and_gets_no_flags():
         "not used: --xla_gpu_x=1 of the environment; a plan is compiled only with --options."
     )
     assert unused_flags({"XLA_FLAGS": "--xla_cpu_y=2 --xla_force_host_platform_device_count=8"}) is None
+
+
+def test_the_flag_that_describes_a_cluster_has_the_time_of_a_unit():
+    flag = lambda text, mesh, unit_bytes: latency_flag(parse_topology(text), mesh, unit_bytes)
+    alone = {"replica": 1, "fsdp": 64}
+    # The gathers of a unit share the eight adapters of a host, each of 42 GB/s.
+    assert flag("h100:8x8", alone, 336_000_000).endswith("=nccl_op_launch_us=1000")
+    assert flag("h100:8x8", alone, 1).endswith("=nccl_op_launch_us=100")
+    assert flag("h100:1x8", {"replica": 1, "fsdp": 8}, 336_000_000) is None
+    assert flag("v5p:4x4x4", alone, 336_000_000) is None
+    in_groups = flag("h100:8x8", {"replica": 4, "fsdp": 16}, 336_000_000)
+    assert in_groups.endswith("=nccl_op_launch_us=1000,gpus_per_node=4,nic_speed_gbps=336,rtt_us=1")
 
 
 @pytest.mark.wide
