@@ -106,13 +106,13 @@ def exchange(
     group = group or all_processes()
     if len(group.members) == 1:
         return [value]
-    one_round = _Round(topic, timeout_s, session, group)
+    exchange_round = _Round(topic, timeout_s, session, group)
     with _errors_named(topic):
-        texts, place = one_round.exchange(json.dumps(value))
+        texts, place = exchange_round.exchange(json.dumps(value))
 
     def leave() -> None:
         with _errors_named(topic):
-            one_round.leave(place)
+            exchange_round.leave(place)
 
     defer(leave)
     return [json.loads(text) for text in texts]
