@@ -16,7 +16,10 @@ ROWS = json.loads(published._ROWS.read_text())["rows"]
 def row(name, published_s, stated_s, *, device="h100", model_s=1.0):
     times = {"published_step_s": published_s, "low_s": 0.9 * stated_s, "stated_s": stated_s, "high_s": 1.1 * stated_s}
     facts = {"id": name, "source": name, "topology": f"{device}:1x8", "device": device, "fits": True, "peak_gib": 1.0}
-    return times | facts | {"model_s": model_s, "compiled_s": model_s, "hidden": 0.5, "published_peak_gib": None}
+    times |= {f"own_{name}": time for name, time in times.items() if name != "published_step_s"}
+    times["own_s"] = times.pop("own_stated_s")
+    facts |= {"ran": "as planned", "model_s": model_s, "compiled_s": model_s}
+    return times | facts | {"hidden": 0.5, "published_peak_gib": None}
 
 
 def test_every_row_names_its_source_and_is_a_configuration_of_ours():
@@ -52,10 +55,20 @@ def test_constants_are_fitted_to_the_rows_of_the_other_sources():
 def test_the_report_counts_what_is_inside_and_ranks_predictors(tmp_path):
     rows = [row("a_1", 2.0, 2.1), row("a_2", 2.0, 1.6), row("b_1", 4.0, 4.0, device="a100-80")]
     said = "\n".join(published.table({"rows": rows}))
-    assert "3 rows: median error 5.0%, 90th percentile 20.0%; 2 of 3 published times are inside" in said
+    assert "What ran, 3 rows: median error 5.0%, 90th percentile 20.0%; 2 of 3 published times are inside" in said
     assert "| model FLOPs / (c by device x peak) | 2 | 0.0% | 0.0% |" in said
     (picture,) = published.pictures({"rows": rows}, tmp_path, "published")
     assert picture.read_text().count("a100-80:1x8") == 1
+
+
+def test_the_report_has_jshards_own_program_beside_what_ran():
+    changed = {"own_low_s": 1.0, "own_s": 1.5, "own_high_s": 1.8, "ran": "eager"}
+    rows = [row("a_1", 2.0, 2.1) | changed, row("b_1", 4.0, 4.0)]
+    said = "\n".join(published.table({"rows": rows}))
+    assert "| a_1 | h100:1x8 | 2.000 | 1.500 | 0.75 | eager | 1.890 | 2.100 | 2.310 | 1.05 | yes |" in said
+    assert "jshard's own program, 2 rows: median error 12.5%, 90th percentile 25.0%; 1 of 2 published times" in said
+    assert "What ran, 2 rows: median error 2.5%, 90th percentile 5.0%; 2 of 2 published times" in said
+    assert "| a | 1 | 25.0% | 5.0% | 5.0% | 1.05 |" in said
 
 
 def test_rows_of_tpus_and_amd_gpus_stand_apart():
@@ -70,7 +83,7 @@ def test_rows_of_tpus_and_amd_gpus_stand_apart():
     ]
     parts += ["TPUs, apart", "1 rows: median error 25.0%"]
     assert sorted(parts, key=said.index) == parts
-    assert "| a | 1 | 5.0% |" in said and "| b | 1 |" not in said and "| c | 1 |" not in said
+    assert "| a | 1 | 5.0% | 5.0% |" in said and "| b | 1 |" not in said and "| c | 1 |" not in said
 
 
 def test_rows_whose_compiler_is_missing_are_left_out(monkeypatch, capsys):
