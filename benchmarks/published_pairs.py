@@ -158,6 +158,7 @@ def _eager(
         fused_loss=entry.get("fused_loss", False),
         kept_logits=entry.get("kept_logits", False),
         whole_sums=entry.get("whole_sums", False),
+        broadcasts=entry.get("broadcasts", False),
     )
     microbatch = eager_microbatch(program, costs.recipe, mesh, rows=rows, assumptions=costs.machine.assumptions)
     return dataclasses.replace(

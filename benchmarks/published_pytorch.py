@@ -105,6 +105,7 @@ class PyTorchProgram:
         fused_loss: the loss is one kernel.
         kept_logits: the logits of a microbatch stay until those of the next one are computed.
         whole_sums: gradients are all-reduced whole, in float32, and each device takes its part of them.
+        broadcasts: each device has whole parameters, which it sends to all others once a step.
     """
 
     remat: str
@@ -115,6 +116,7 @@ class PyTorchProgram:
     fused_loss: bool = False
     kept_logits: bool = False
     whole_sums: bool = False
+    broadcasts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

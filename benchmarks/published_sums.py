@@ -7,6 +7,10 @@ ZeRO-1 can also all-reduce whole gradients, of which each device then takes its 
 reduce-scatter, and in float32 twice as much again. Aleph-Alpha/scaling does so (`allreduce_tensor_in_float32` in
 src/scaling/core/optimizer/allreduce.py): it copies gradients into buckets, which it divides by the number of data
 shards, casts, all-reduces, casts back, and copies back.
+
+And it can deal whole parameters to the devices, each of which then sends its own to all others. InternEvo does so
+(`broadcast_params` in internlm/solver/optimizer/hybrid_zero_optim.py): that are as many broadcasts as devices, or as
+parameters, where a gather would be one. Each goes once around the ring.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.hlo.work import OpWork
 from jshard.inspect.memory import whole_elements
 from jshard.plans.mesh import FSDP, REPLICA, TENSOR
+from jshard.plans.plan import ShardPlan
 from jshard.recipes.recipe import gathers_once
 
 _FLOAT32_ITEMSIZE = 4
@@ -62,11 +67,36 @@ def more_once_s(
         gradients_elsewhere_bytes += part * leaf_bytes
         parameters_elsewhere_bytes += part * placement.gathered_bytes
     assumptions = costs.machine.assumptions
-    less_s = _sent_s("all-gather", parameters_elsewhere_bytes, group, assumptions)
-    if not program.whole_sums:
-        return -less_s - _sent_s("reduce-scatter", gradients_elsewhere_bytes, group, assumptions)
-    scattered_s = _sent_s("reduce-scatter", gradients_bytes, group, assumptions)
-    return whole_sums_s(num_gradients, group, assumptions) - less_s - scattered_s
+    more_s = -_sent_s("all-gather", parameters_elsewhere_bytes, group, assumptions)
+    if program.broadcasts:
+        more_s += broadcasts_s(plan, assumptions)
+    if program.whole_sums:
+        scattered_s = _sent_s("reduce-scatter", gradients_bytes, group, assumptions)
+        return more_s + whole_sums_s(num_gradients, group, assumptions) - scattered_s
+    return more_s - _sent_s("reduce-scatter", gradients_elsewhere_bytes, group, assumptions)
+
+
+def broadcasts_s(plan: ShardPlan, assumptions: Assumptions) -> float:
+    """Returns how much longer broadcasts of whole parameters take than a gather of all parts.
+
+    As much is sent in both.
+
+    Args:
+        plan: of the model.
+        assumptions: about the devices and their links.
+    """
+    group = group_along(dict(plan.mesh), (FSDP,))
+    parameters_bytes = 0
+    num_parameters = 0
+    for leaf in plan.leaves:
+        if leaf.placement.gathered:
+            parameters_bytes += leaf.placement.gathered_bytes
+            num_parameters += leaf.placement.layers
+    num_broadcasts = min(len(group), num_parameters)
+    if num_broadcasts <= 1:
+        return 0.0
+    each_s = assumptions.transfer_s("all-gather", parameters_bytes / num_broadcasts, group)
+    return num_broadcasts * each_s - assumptions.transfer_s("all-gather", parameters_bytes, group)
 
 
 def whole_sums_s(num_gradients: float, group: Sequence[int], assumptions: Assumptions) -> float:

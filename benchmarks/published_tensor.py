@@ -14,10 +14,11 @@ import math
 from collections.abc import Mapping
 
 from benchmarks.published_pytorch import PyTorchProgram
+from benchmarks.stage_traces import StageTraces
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.costs import Costs
 from jshard.cluster.model_costs import kernel_times, without_parameter_work
-from jshard.cluster.model_traces import alike
+from jshard.cluster.model_traces import ModelTraces, alike
 from jshard.inspect.hlo.work import EqualProducts, OpWork
 from jshard.inspect.memory import whole_elements
 from jshard.inspect.partitioned import MODEL_AXES
@@ -104,26 +105,44 @@ def _split_traffic_s(program: PyTorchProgram, costs: Costs, mesh: Mapping[str, i
     """Returns how much longer the kernels beside the products take: at most 0."""
     config = costs.recipe.model
     splits_sequence = program.split_sequence and not getattr(config, "split_sequence", False)
-    least_logits_bytes = _ITEMSIZE * _tokens(costs.recipe, mesh, rows) * config.vocab_size
-    as_traced = _kernels(costs, mesh, rows)
+    traced_mesh = {**mesh, TENSOR: 1} if splits_sequence else mesh
+    of_logits = _bytes_of_logits(costs, traced_mesh, rows)
     published = []
-    for kernel in _kernels(costs, {**mesh, TENSOR: 1}, rows) if splits_sequence else as_traced:
-        # No other kernel of the models in the file reads and writes as much.
-        is_of_logits = kernel.work.memory_bytes >= least_logits_bytes
+    for kernel in _kernels(costs.traces, traced_mesh, rows):
+        is_of_logits = kernel.work.memory_bytes in of_logits
         is_divided = not program.whole_logits if is_of_logits else splits_sequence
         published.append(_part(kernel, mesh[TENSOR]) if is_divided else kernel)
     assumptions = costs.machine.assumptions
-    return kernel_times(published, assumptions).traffic_s - kernel_times(as_traced, assumptions).traffic_s
+    as_traced_s = kernel_times(_kernels(costs.traces, mesh, rows), assumptions).traffic_s
+    return kernel_times(published, assumptions).traffic_s - as_traced_s
 
 
-def _kernels(costs: Costs, mesh: Mapping[str, int], rows: int) -> list[KernelWork]:
+def _bytes_of_logits(costs: Costs, mesh: Mapping[str, int], rows: int) -> set[float]:
+    """Returns what the kernels of the loss read and write that have the logits as an operand or as their result.
+
+    They are as large as the logits at least, and no layer in a loop has one of them.
+    """
+    traces = costs.traces
+    if isinstance(traces, StageTraces):  # a stage may have a single layer in its loop
+        traces = traces.whole
+    least_bytes = _ITEMSIZE * _tokens(costs.recipe, mesh, rows) * costs.recipe.model.vocab_size
+    of_logits = set()
+    of_layers = set()
+    for kernel in _kernels(traces, mesh, rows):
+        num_bytes = kernel.work.memory_bytes
+        if kernel.rounds > 1:
+            of_layers.add(num_bytes)
+        elif num_bytes >= least_bytes:
+            of_logits.add(num_bytes)
+    return of_logits - of_layers
+
+
+def _kernels(traces: ModelTraces, mesh: Mapping[str, int], rows: int) -> list[KernelWork]:
     """Returns the kernels of a microbatch that have no products, and do not only cast parameters or gradients."""
     axes = alike(tuple((axis, mesh[axis]) for axis in MODEL_AXES if mesh.get(axis, 1) > 1))
-    remat = costs.traces.remat
-    kernels = without_parameter_work(
-        costs.traces.step(rows, remat, axes).kernels, costs.traces.step(0, remat, axes).kernels
-    )
-    return [kernel for kernel in kernels if not kernel.work.products]
+    of_rows = traces.step(rows, traces.remat, axes).kernels
+    of_no_rows = traces.step(0, traces.remat, axes).kernels
+    return [kernel for kernel in without_parameter_work(of_rows, of_no_rows) if not kernel.work.products]
 
 
 def _part(kernel: KernelWork, degree: int) -> KernelWork:

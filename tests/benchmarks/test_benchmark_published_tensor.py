@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published_pytorch import PyTorchProgram
-from benchmarks.published_sums import more_once_s, whole_sums_s
+from benchmarks.published_sums import broadcasts_s, more_once_s, whole_sums_s
 from benchmarks.published_tensor import divided_s, split_head_s, tables_elsewhere
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Costs
@@ -135,6 +135,21 @@ def test_whole_sums_in_float32_take_four_times_as_long_as_parts_in_16_bits(costs
     scattered_s = assumptions.transfer_s("reduce-scatter", 2 * num_parameters, range(16))
     in_buckets_s = 24 * num_parameters / (assumptions.memory_bytes_per_s * assumptions.memory_efficiency)
     assert more_s == pytest.approx(3 * scattered_s + in_buckets_s, rel=0.1)
+
+
+def test_a_broadcast_for_each_device_goes_around_the_ring_each_time(costs):
+    """As much is sent as in one gather; all but one are the more latency."""
+    more_s = more_once_s(program(broadcasts=True), costs, mesh_of(1), UNITS, is_stage=False)
+    latency_s = CLUSTER.machine.assumptions.transfer_s("all-gather", 1e-3, range(16))
+    assert more_s == pytest.approx(15 * latency_s, rel=0.01)
+
+
+def test_there_are_no_more_broadcasts_than_parameters(costs):
+    """Those of a layer in a loop are as many as the layers."""
+    plan = costs.traces.plan((("replica", 1), ("fsdp", 256)), tuple(UNITS.items()))
+    num_parameters = 8 * 9 + 3
+    latency_s = A100.transfer_s("all-gather", 1e-3, range(256))
+    assert broadcasts_s(plan, A100) == pytest.approx((num_parameters - 1) * latency_s, rel=0.01)
 
 
 def test_buckets_are_read_and_written_too():
