@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from benchmarks.published_pipelines import Pipeline, StepCost, pipeline_cost, step_cost
 from benchmarks.published_pytorch import EagerMicrobatch, PyTorchProgram, eager_microbatch
+from benchmarks.published_sums import more_once_s
+from benchmarks.published_tensor import divided_s
 from benchmarks.stage_traces import StageTraces
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.costs import Costs
@@ -124,7 +126,7 @@ def _estimated(entry: Entry) -> dict[str, Any]:
 def _estimated_step(entry: Entry, mesh: Mapping[str, int], machine: Machine) -> StepCost:
     costs = _costs_on(entry, machine, _batch_settings(entry))
     rows = costs.recipe.batch_size // costs.recipe.accumulate // data_shards(mesh)
-    return step_cost(costs, mesh, entry["units"], _eager(entry, costs, mesh, rows))
+    return step_cost(costs, mesh, _units(entry), _eager(entry, costs, mesh, rows))
 
 
 def _estimated_pipeline(entry: Entry, recipe: Recipe, mesh: Mapping[str, int], machine: Machine) -> StepCost:
@@ -136,14 +138,16 @@ def _estimated_pipeline(entry: Entry, recipe: Recipe, mesh: Mapping[str, int], m
         return _costs_on(entry, of_stage, settings, num_layers)
 
     def eager_of(costs: Costs) -> EagerMicrobatch:
-        return _eager(entry, costs, pipeline.mesh, pipeline.rows)
+        return _eager(entry, costs, pipeline.mesh, pipeline.rows, is_stage=True)
 
-    return pipeline_cost(stage_of, pipeline, entry["units"], eager_of)
+    return pipeline_cost(stage_of, pipeline, _units(entry), eager_of)
 
 
-def _eager(entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int) -> EagerMicrobatch:
+def _eager(
+    entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int, *, is_stage: bool = False
+) -> EagerMicrobatch:
     """Returns what a microbatch takes in PyTorch; nothing of its own, if that is not what ran."""
-    if "JAX" in entry["framework"]:
+    if _is_jax(entry):
         return EagerMicrobatch()
     program = PyTorchProgram(
         remat=entry["knobs"]["remat"],
@@ -152,8 +156,31 @@ def _eager(entry: Entry, costs: Costs, mesh: Mapping[str, int], rows: int) -> Ea
         split_sequence=entry.get("split_sequence", False),
         whole_logits=entry.get("whole_logits", False),
         fused_loss=entry.get("fused_loss", False),
+        kept_logits=entry.get("kept_logits", False),
+        whole_sums=entry.get("whole_sums", False),
+        broadcasts=entry.get("broadcasts", False),
     )
-    return eager_microbatch(program, costs.recipe, mesh, rows=rows, assumptions=costs.machine.assumptions)
+    microbatch = eager_microbatch(program, costs.recipe, mesh, rows=rows, assumptions=costs.machine.assumptions)
+    return dataclasses.replace(
+        microbatch,
+        more_s=microbatch.more_s + divided_s(program, costs, mesh, rows=rows),
+        more_once_s=more_once_s(program, costs, mesh, _units(entry), is_stage=is_stage),
+    )
+
+
+def _is_jax(entry: Entry) -> bool:
+    return "JAX" in entry["framework"]
+
+
+def _units(entry: Entry) -> Mapping[str, Any]:
+    """Returns the settings of the layers.
+
+    jshard gathers the next layer while one computes. Other programs in JAX leave the order of gathers to the compiler,
+    and it moves none from one round of a loop over layers into the round before.
+    """
+    if not _is_jax(entry):
+        return entry["units"]
+    return {"prefetch": "compiler", **entry["units"]}
 
 
 def _sync(entry: Entry) -> str:
@@ -223,7 +250,7 @@ def _compiled(entry: Entry) -> dict[str, Any]:
         recipe=entry["recipe"],
         settings=_settings(entry),
         mesh=entry["mesh"],
-        units=entry["units"],
+        units=_units(entry),
         topology=topology_of(entry),
         profile="fastest",
     )

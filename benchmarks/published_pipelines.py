@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 
 from benchmarks.published_pytorch import EagerMicrobatch
+from benchmarks.published_tensor import tables_elsewhere
 from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.costs import Cost, Costs
 from jshard.inspect.memory import Memory, copy_bytes, whole_elements
@@ -136,7 +137,7 @@ def step_cost(costs: Costs, mesh: Mapping[str, int], units: UnitSettings, eager:
     last_bytes = _last_stage_bytes(cost.memory, _saved_in_layers(costs, variant), eager)
     standing_bytes = _standing_bytes(cost.memory)
     return StepCost(
-        step_s=cost.step_s + costs.recipe.accumulate * eager.more_s,
+        step_s=cost.step_s + costs.recipe.accumulate * eager.more_s + eager.more_once_s,
         standing_bytes=standing_bytes - _tables_elsewhere(costs, variant, eager),
         passing_bytes=last_bytes - standing_bytes,
         eager=eager,
@@ -196,7 +197,7 @@ class _Stage:
 
     def step_s(self, pipeline: Pipeline) -> float:
         """Returns the time of all rounds."""
-        return self.cost.step_s + pipeline.num_rounds * self.eager.more_s
+        return self.cost.step_s + pipeline.num_rounds * self.eager.more_s + self.eager.more_once_s
 
 
 def _standing_bytes(memory: Memory) -> int:
@@ -233,23 +234,11 @@ def _send_s(costs: Costs, pipeline: Pipeline) -> float:
 
 
 def _tables_elsewhere(costs: Costs, variant: Variant, eager: EagerMicrobatch, *, is_stage: bool = False) -> int:
-    """Returns the bytes of the tables of tokens and head that a device does not have, in jshard's program it does.
-
-    No stage has both of them, and of those that it has, devices along `tensor` may have a part each.
-    """
+    """Returns the bytes of the tables of tokens and head that a device does not have, in jshard's program it does."""
     plan = costs.traces.plan(tuple(variant.mesh.items()), tuple(variant.units.items()))
-    of_leaves = []
-    for leaf in plan.leaves:
-        is_of_layer = any(leaf.path.startswith(name) for name in costs.traces.layer_names)
-        if not is_of_layer:
-            of_leaves.append(_state_bytes(leaf))
-    tables = sorted(of_leaves)[-2:]
-    elsewhere_bytes = 0.0
-    if is_stage and len(tables) > 1:
-        elsewhere_bytes += tables.pop(0)
-    if eager.splits_tables:
-        elsewhere_bytes += sum(tables) * (1 - 1 / variant.mesh.get(TENSOR, 1))
-    return round(elsewhere_bytes)
+    tensor = variant.mesh.get(TENSOR, 1) if eager.splits_tables else 1
+    elsewhere = tables_elsewhere(costs, plan, tensor=tensor, is_stage=is_stage)
+    return round(sum(elsewhere.get(leaf.path, 0.0) * _state_bytes(leaf) for leaf in plan.leaves))
 
 
 def _state_bytes(leaf: LeafPlan) -> int:

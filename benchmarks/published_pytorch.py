@@ -12,6 +12,8 @@ and gpt.py keep them whole.
 With full checkpointing PyTorch calls the layer again. XLA leaves out what no gradient needs: the last product of the
 layer, and the sum of its parts over `tensor`.
 
+What is divided over `tensor`, and what is sent once a step, are in `published_tensor` and `published_sums`.
+
 Source: Korthikanti et al. 2022, arXiv 2205.05198, section 4.1, of a GPT in 16 bits: 34 bytes for each token and
 feature, with 2 for masks of dropout, which these runs lack, and without the scores, which flash attention does not
 keep. The layers of a Llama are counted in the same way.
@@ -101,6 +103,9 @@ class PyTorchProgram:
         split_sequence: sequences are split over `tensor` between products.
         whole_logits: each device along `tensor` has all logits.
         fused_loss: the loss is one kernel.
+        kept_logits: the logits of a microbatch stay until those of the next one are computed.
+        whole_sums: gradients are all-reduced whole, in float32, and each device takes its part of them.
+        broadcasts: each device has whole parameters, which it sends to all others once a step.
     """
 
     remat: str
@@ -109,6 +114,9 @@ class PyTorchProgram:
     split_sequence: bool = False
     whole_logits: bool = False
     fused_loss: bool = False
+    kept_logits: bool = False
+    whole_sums: bool = False
+    broadcasts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +127,7 @@ class EagerMicrobatch:
         layers_bytes: what all layers keep for backward.
         logits_bytes: the most that logits, and what is computed from them, take at once; 0 for jshard's own.
         more_s: how much longer it computes; negative if it is shorter.
+        more_once_s: how much longer a step takes after its last microbatch; negative if it is shorter.
         splits_tables: whether the tables of tokens and head are split over `tensor`.
         reserved: of memory for values that come and go, for each byte of them.
         room: the share of a device's memory that may be reserved.
@@ -127,6 +136,7 @@ class EagerMicrobatch:
     layers_bytes: int = 0
     logits_bytes: int = 0
     more_s: float = 0.0
+    more_once_s: float = 0.0
     splits_tables: bool = False
     reserved: float = 1.0
     room: float = JAX_ROOM
@@ -149,7 +159,14 @@ def eager_microbatch(
     of_logits = 0
     more_s = 0.0
     if not program.is_compiled:
-        of_logits = logits_bytes(recipe, mesh, rows=rows, whole=program.whole_logits, fused_loss=program.fused_loss)
+        of_logits = logits_bytes(
+            recipe,
+            mesh,
+            rows=rows,
+            whole=program.whole_logits,
+            fused_loss=program.fused_loss,
+            kept=program.kept_logits and recipe.accumulate > 1,
+        )
     if program.remat == "none" and not program.is_compiled:
         layers_bytes = kept_bytes(
             recipe,
@@ -162,7 +179,6 @@ def eager_microbatch(
         more_s += computed_again_s(recipe, mesh, rows=rows, assumptions=assumptions)
     if program.unfused_norms:
         more_s += unfused_norms_s(recipe, mesh, rows=rows, is_repeated=recomputes, assumptions=assumptions)
-    more_s += split_head_s(recipe, mesh, rows=rows, whole=program.whole_logits, assumptions=assumptions)
     return EagerMicrobatch(layers_bytes, of_logits, more_s, splits_tables=True, reserved=RESERVED, room=ROOM)
 
 
@@ -189,7 +205,13 @@ def kept_bytes(
 
 
 def logits_bytes(
-    recipe: Recipe, mesh: Mapping[str, int], *, rows: int, whole: bool = False, fused_loss: bool = False
+    recipe: Recipe,
+    mesh: Mapping[str, int],
+    *,
+    rows: int,
+    whole: bool = False,
+    fused_loss: bool = False,
+    kept: bool = False,
 ) -> int:
     """Returns what the loss takes in backward: the logits in 16 bits, and three arrays of their size in float32.
 
@@ -201,11 +223,14 @@ def logits_bytes(
         rows: the sequences of a microbatch.
         whole: whether each device along `tensor` has all of them.
         fused_loss: the loss is one kernel: beside the logits there are only their gradients in 16 bits.
+        kept: whether those of the microbatch before are still there, in 16 bits.
     """
     num_logits = _tokens(recipe, mesh, rows) * recipe.model.vocab_size
     if not whole:
         num_logits /= mesh.get(TENSOR, 1)
     beside_them = _ITEMSIZE if fused_loss else 3 * _FLOAT32_ITEMSIZE
+    if kept:
+        beside_them += _ITEMSIZE
     return round(num_logits * (_ITEMSIZE + beside_them))
 
 
@@ -228,37 +253,6 @@ def computed_again_s(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, assu
         sum_bytes = _ITEMSIZE * tokens * config.d_model
         layer_s += assumptions.transfer_s("all-reduce", sum_bytes, range(tensor))
     return config.n_layer * layer_s
-
-
-def split_head_s(recipe: Recipe, mesh: Mapping[str, int], *, rows: int, whole: bool, assumptions: Assumptions) -> float:
-    """Returns how much longer the head takes if its words are divided over `tensor`: less than 0.
-
-    Args:
-        recipe: of the model.
-        mesh: degrees of its axes.
-        rows: the sequences of a microbatch.
-        whole: whether each device along `tensor` then gathers all logits.
-        assumptions: about the device and its links.
-    """
-    tensor = mesh.get(TENSOR, 1)
-    if tensor == 1:
-        return 0.0
-    config = recipe.model
-    tokens = _tokens(recipe, mesh, rows)
-    more_s = 0.0
-    for words, sign in ((config.vocab_size, -1), (config.vocab_size / tensor, 1)):
-        # Of forward, and of the gradients of both operands.
-        for sizes in (
-            (1.0, tokens, words, config.d_model),
-            (1.0, tokens, config.d_model, words),
-            (1.0, config.d_model, words, tokens),
-        ):
-            product = EqualProducts("bf16", 2 * math.prod(sizes), sizes=sizes)
-            more_s += sign * assumptions.compute_s(OpWork((product,)))
-    if whole:
-        logits_bytes = _ITEMSIZE * tokens * config.vocab_size
-        more_s += assumptions.transfer_s("all-gather", logits_bytes, range(tensor))
-    return more_s
 
 
 def unfused_norms_s(

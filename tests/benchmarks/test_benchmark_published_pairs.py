@@ -140,7 +140,8 @@ def test_configurations_share_what_is_traced_and_are_planned_as_alone(tmp_path):
     cluster = published_pairs.cluster_of(entry)
     with traced_for_device(cluster.topology.device):
         costs = Costs(model_file, recipe, cluster.machine)
-        alone = costs.of(Variant(name="alone", mesh={"replica": 1, **entry["mesh"]}, units=entry["units"]))
+        units = {"prefetch": "compiler"}
+        alone = costs.of(Variant(name="alone", mesh={"replica": 1, **entry["mesh"]}, units=units))
     assert entry["step_s"] == alone.step_s
     assert entry["planned_gib"] == alone.memory.step_bytes / 2**30
 
@@ -173,6 +174,50 @@ def test_attention_is_that_of_the_published_device(tmp_path):
 )
 def test_gradients_are_reduced_once_a_step_where_parameters_stay(entry, sync):
     assert published_pairs._sync(entry) == sync
+
+
+@pytest.mark.parametrize(
+    ("framework", "units", "planned"),
+    [
+        ("JAX MaxText", {}, {"prefetch": "compiler"}),
+        ("JAX MaxText", {"prefetch": 2}, {"prefetch": 2}),
+        ("JAX MaxText", {"reshard_after_forward": False}, {"prefetch": "compiler", "reshard_after_forward": False}),
+        ("PyTorch FSDP2", {}, {}),
+    ],
+)
+def test_programs_in_jax_leave_the_order_of_gathers_to_the_compiler(framework, units, planned):
+    assert published_pairs._units({"framework": framework, "units": units}) == planned
+
+
+def test_a_program_in_jax_gathers_no_layer_ahead(tmp_path):
+    settings = ["batch_size=2", "accumulate=1", "model.remat=full"]
+    group = tiny_group(
+        tiny("own", 200.0, settings=settings),
+        tiny("ahead", 100.0, settings=settings, units={"prefetch": 2}),
+        framework="JAX",
+    )
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps({"groups": [group]}))
+    own, ahead = published_pairs.plan_pairs(path, by="estimate")["configurations"]
+    assert own["planned_gib"] < ahead["planned_gib"]
+
+
+def test_logits_that_stay_and_whole_sums_are_said_by_the_file(tmp_path):
+    """Of a group, as all that PyTorch does."""
+    settings = ["batch_size=16", "accumulate=2", "model.remat=full", "model.vocab_size=64000"]
+    zero1 = {"reshard_after_forward": False}
+    group = tiny_group(
+        tiny("plain", 200.0, settings=settings),
+        tiny("kept", 100.0, settings=settings, kept_logits=True),
+        tiny("whole", 50.0, settings=settings, whole_sums=True),
+        framework="PyTorch",
+        units=zero1,
+    )
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps({"groups": [group]}))
+    plain, kept, whole = published_pairs.plan_pairs(path, by="estimate")["configurations"]
+    assert plain["planned_gib"] < kept["planned_gib"] and plain["step_s"] == kept["step_s"]
+    assert plain["step_s"] < whole["step_s"] and plain["planned_gib"] == whole["planned_gib"]
 
 
 def test_only_some_of_a_file_are_planned(file):

@@ -9,7 +9,6 @@ from benchmarks.published_pytorch import (
     computed_again_s,
     kept_bytes,
     logits_bytes,
-    split_head_s,
     unfused_norms_s,
 )
 from jshard.cluster.machine import assumptions_of
@@ -61,6 +60,7 @@ def test_logits_are_there_four_times():
     assert logits_bytes(run, {"fsdp": 1, "tensor": 4}, rows=1, whole=True) == 2048 * 50_000 * 14
     assert logits_bytes(run, {"fsdp": 1, "context": 2}, rows=1) == 2048 * 50_000 * 7
     assert logits_bytes(run, {"fsdp": 2}, rows=1, fused_loss=True) == 2048 * 50_000 * 4
+    assert logits_bytes(run, {"fsdp": 2}, rows=1, kept=True) == 2048 * 50_000 * 16
 
 
 def test_the_last_product_of_each_layer_is_computed_again_and_its_parts_are_summed():
@@ -71,15 +71,6 @@ def test_the_last_product_of_each_layer_is_computed_again_and_its_parts_are_summ
     sums_s = 4 * A100.transfer_s("all-reduce", 2 * 8 * 2048 * 1024, range(4))
     split_s = computed_again_s(run, {"fsdp": 2, "tensor": 4}, rows=8, assumptions=A100)
     assert sums_s < split_s < sums_s + alone_s
-
-
-def test_a_head_that_is_divided_is_quicker():
-    run = Run(Gpt())
-    settings = {"rows": 8, "assumptions": A100}
-    assert split_head_s(run, {"fsdp": 8}, whole=False, **settings) == 0.0
-    divided_s = split_head_s(run, {"fsdp": 2, "tensor": 4}, whole=False, **settings)
-    assert divided_s < 0.0
-    assert divided_s < split_head_s(run, {"fsdp": 2, "tensor": 4}, whole=True, **settings)
 
 
 def test_norms_in_single_operations_read_and_write_more_if_they_are_computed_again():
