@@ -96,6 +96,11 @@ class Machine:
     assumptions: Assumptions
     device: DeviceFacts | None = None  # the record of one device; None if unknown
 
+    @property
+    def ties_small_gathers(self) -> bool:
+        """Returns whether large gathers of a layer are tied behind its small ones."""
+        return self.device is None or self.device.platform != "tpu"
+
 
 def machine_here(mesh: Mesh) -> Machine:
     """Returns the devices of a run. Unknown figures are taken from an H100, or guessed for a CPU."""
