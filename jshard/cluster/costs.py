@@ -34,11 +34,19 @@ from jshard.cluster.predicted_stages import (
 )
 from jshard.engine.chosen_remat import chosen_for, with_chosen_remats
 from jshard.engine.gathers import LATENCY_BOUND_BYTES, is_worth_two_gathers
+from jshard.engine.schedule.unit_schedule import GATHERED_IN_TURN_BYTES
 from jshard.inspect.activations import Activations, saved_arrays
 from jshard.inspect.communication import BACKWARD, FORWARD, unit_traffic
 from jshard.inspect.communication.planned import in_mesh_order
 from jshard.inspect.hlo.collectives import group_along
-from jshard.inspect.memory import Memory, gathered_once, kept_bytes, memory_of, whole_sums_bytes
+from jshard.inspect.memory import (
+    Memory,
+    gathered_once,
+    kept_bytes,
+    memory_of,
+    reduces_in_gathered_dtype,
+    whole_sums_bytes,
+)
 from jshard.inspect.partitioned import MODEL_AXES
 from jshard.inspect.plan_tables import folded_units
 from jshard.inspect.staged_memory import stages_memory
@@ -294,6 +302,7 @@ class Costs:
         plan = self.traces.plan(mesh, units)
         plan = with_predicted_stages(plan, layers, stages or self.recipe.stages)
         memory = with_averages(memory_of(plan, optimizer=self._optimizer), plan, self.recipe)
+        memory = dataclasses.replace(memory, gathers_in_turn=self._gathers_in_turn(plan, memory))
         # Of the layers only; the traced step contains the other units' copies, but none of the layers.
         layers_kept_bytes = 0
         for unit in plan.units:
@@ -301,6 +310,11 @@ class Costs:
                 layers_kept_bytes += kept_bytes(plan, unit)
         collectives = tuple(_collectives(plan, self.machine))
         return _PlannedModel(plan, memory, layers_kept_bytes, collectives)
+
+    def _gathers_in_turn(self, plan: ShardPlan, memory: Memory) -> bool:
+        """Returns whether a loop reduces the gradients of a layer before it gathers for the next one."""
+        is_large = memory.prefetched_bytes >= GATHERED_IN_TURN_BYTES
+        return is_large and self.machine.reduces_before_gathers and reduces_in_gathered_dtype(plan)
 
     def _over_model_axes(self, plan: ShardPlan, computed: _Microbatch) -> Iterator[Collectives]:
         """Yields the collectives of the model over its own axes."""
