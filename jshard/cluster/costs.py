@@ -1,8 +1,8 @@
 """Estimated memory and time of a recipe's configurations before compiling: a filter, not a measurement.
 
 Memory is that of `jshard.inspect.memory`. Time is that of matrix products, of traffic to the device's memory, and of
-exposed collectives, if as much as possible is hidden behind computation: those of the plan, and those of the model over
-its own axes.
+exposed collectives: those of the plan, and those of the model over its own axes. How they run beside the computation of
+layers is in `layer_rounds`.
 
 What is traced for it is in `model_traces`.
 """

@@ -218,8 +218,7 @@ class ModelTraces:
 
     def _size_over_tensor(self, rows: int, remat: str, axes: Degrees, tensor: int) -> SizeOf:
         """Returns the bytes of a value that is split over `tensor` as saved values of its form are."""
-        # Of what is saved, the saved values themselves say it better than all values of a form.
-        shares = dict(self.partitioned(rows, remat, axes).over_tensor)
+        shares: dict[ArrayForm, float] = {}
         # Under both policies, the results of all products and most other values of a layer are saved.
         for policy in (NONE, DOTS):
             for array in self._arrays(rows, self._unless_annotated(policy), axes):
@@ -227,6 +226,8 @@ class ModelTraces:
                 shares[array.form] = array.over_tensor
                 if shape and shape[0] in self.depths:
                     shares[ArrayForm(item_bytes, shape[1:])] = array.over_tensor  # of a layer, in a loop
+        # A kernel saves values of forms that the plain operations in its place do not have; of others these know more.
+        shares |= self.partitioned(rows, remat, axes).over_tensor
         # A product with a matrix that is split is split itself, as is the product that is the matrix's gradient.
         for shape in _split_over_tensor(self.plan((*_MESH, *axes), ())):
             for item_bytes in (2, 4):

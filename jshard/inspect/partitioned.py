@@ -35,6 +35,8 @@ MODEL_AXES = (EXPERT, CONTEXT, TENSOR)
 _PLAIN_DEVICE = TracedDevice("cpu", "cpu")  # without the kernels of an accelerator
 _SHARDY = "sdy."
 _KINDS = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
+_REGION = "sdy.manual_computation"
+_MAKES_CONSTANTS = (".broadcast_in_dim", ".constant", ".iota")
 _AXIS = re.compile(r'"(\w+)"(?::\((\d+)\)(\d+))?')  # in texts of Shardy: `"fsdp"`, or `"fsdp":(2)4` for a part of it
 
 
@@ -173,6 +175,11 @@ def _values(program: _Program) -> Iterator[tuple[ArrayForm, str]]:
 
 def _values_in(operation: MlirOperation) -> Iterator[tuple[ArrayForm, str]]:
     for inner in _operations(operation):
+        if inner.name.endswith(_MAKES_CONSTANTS):
+            continue  # not stored; one number everywhere has no sharding
+        if inner.name == _REGION:  # its results are those of operations in it
+            yield from _values_in(inner)
+            continue
         shardings = [""] * len(inner.results)
         if "sdy.sharding" in inner.attributes:
             _, *shardings = str(inner.attributes["sdy.sharding"]).split("<@")
@@ -195,7 +202,7 @@ def _results(program: _Program) -> Iterator[tuple[ArrayForm, str]]:
 
 def _results_of_regions(operation: MlirOperation) -> Iterator[tuple[ArrayForm, str]]:
     for inner in _operations(operation):
-        if inner.name == "sdy.manual_computation":
+        if inner.name == _REGION:
             # The types of what the region returns are those of a shard.
             *_, terminator = inner.regions[0].blocks[0].operations
             for value, sharding in zip(terminator.operands, shardings_of_region(inner), strict=True):

@@ -100,7 +100,7 @@ def test_a_cast_back_is_the_value_that_was_cast():
 
 
 def test_work_on_shards_of_gradients_is_told_apart():
-    """Whole gradients are cast and reduced; what is cast afterwards is a shard, of which there is less on more devices."""
+    """Whole gradients are cast and reduced. What is cast afterwards is a shard, which is smaller on more devices."""
     mesh = js.mesh(fsdp=2, devices=jax.devices()[:2])
 
     def reduced(x):
