@@ -73,19 +73,19 @@ _LEAST_GROWTH = 1e-6  # of what a kernel reads and writes, from an empty batch; 
 
 
 @dataclasses.dataclass(frozen=True)
-class PhaseTimes:
+class ComputedPhase:
     """The computation of one phase of a microbatch."""
 
     total_s: float = 0.0
     layers_s: float = 0.0  # the part that is in layers
     independent_s: float = 0.0  # of this, what nothing in a layer waits for
 
-    def with_kernel(self, kernel: KernelWork, seconds: float) -> PhaseTimes:
+    def with_kernel(self, kernel: KernelWork, seconds: float) -> ComputedPhase:
         """Returns the times with a kernel, which takes some seconds in all its rounds."""
         total_s = self.total_s + seconds
         if not kernel.in_layer:
             return dataclasses.replace(self, total_s=total_s)
-        return PhaseTimes(
+        return ComputedPhase(
             total_s,
             self.layers_s + seconds,
             self.independent_s + kernel.is_independent * seconds,
@@ -99,7 +99,7 @@ class KernelTimes:
     products_s: float  # matrix products and attention, as fast as large ones
     small_products_s: float  # that they take longer, because they are small
     traffic_s: float  # other operations, bound by the memory
-    phases: Mapping[str, PhaseTimes]  # all of it; forward and backward
+    phases: Mapping[str, ComputedPhase]  # all of it; forward and backward
     # Of kernels on shards of gradients, not counted above: with the two shards of a trace, bound by the memory.
     on_shards_s: float = 0.0
 
@@ -150,7 +150,7 @@ def kernel_times(kernels: Iterable[KernelWork], assumptions: Assumptions) -> Ker
     large_products_s = 0.0
     traffic_s = 0.0
     on_shards_s = 0.0
-    phases = {FORWARD: PhaseTimes(), BACKWARD: PhaseTimes()}
+    phases = {FORWARD: ComputedPhase(), BACKWARD: ComputedPhase()}
     for kernel in kernels:
         seconds = kernel.rounds * assumptions.compute_s(kernel.work)
         if kernel.is_on_shards:
