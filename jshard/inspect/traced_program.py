@@ -323,7 +323,8 @@ class _Flattener:
 
     def _note_cast(self, eqn: jex.JaxprEqn, narrow: TracedValue, wide: TracedValue) -> None:
         """Remembers what a value was before a cast that loses nothing."""
-        dtype = eqn.invars[0].aval.dtype
+        narrow_type: Any = eqn.invars[0].aval
+        dtype = narrow_type.dtype
         if jnp.promote_types(dtype, eqn.params["new_dtype"]) == eqn.params["new_dtype"]:
             self._before_cast[wide] = _NarrowValue(narrow, dtype)
 
