@@ -1,14 +1,15 @@
 """Estimated memory and time of a recipe's configurations before compiling: a filter, not a measurement.
 
 Memory is that of `jshard.inspect.memory`. Time is that of matrix products, of traffic to the device's memory, and of
-exposed collectives, if as much as possible is hidden behind computation: those of the plan, and those of the model over
-its own axes.
+exposed collectives: those of the plan, and those of the model over its own axes. How they run beside the computation of
+layers is in `layer_rounds`.
 
 What is traced for it is in `model_traces`.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -20,6 +21,7 @@ import optax
 import jshard as js
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import Variant
+from jshard.cluster.layer_rounds import LayerRound, played
 from jshard.cluster.machine import Machine
 from jshard.cluster.model_costs import KernelTimes, ModelTraffic, kernel_times, without_parameter_work
 from jshard.cluster.model_traces import Degrees, ModelTraces, Settings, alike
@@ -31,10 +33,20 @@ from jshard.cluster.predicted_stages import (
     with_predicted_stages,
 )
 from jshard.engine.chosen_remat import chosen_for, with_chosen_remats
+from jshard.engine.gathers import LATENCY_BOUND_BYTES, is_worth_two_gathers
+from jshard.engine.schedule.unit_schedule import GATHERED_IN_TURN_BYTES
 from jshard.inspect.activations import Activations, saved_arrays
 from jshard.inspect.communication import BACKWARD, FORWARD, unit_traffic
+from jshard.inspect.communication.planned import in_mesh_order
 from jshard.inspect.hlo.collectives import group_along
-from jshard.inspect.memory import Memory, gathered_once, kept_bytes, memory_of, whole_sums_bytes
+from jshard.inspect.memory import (
+    Memory,
+    gathered_once,
+    kept_bytes,
+    memory_of,
+    reduces_in_gathered_dtype,
+    whole_sums_bytes,
+)
 from jshard.inspect.partitioned import MODEL_AXES
 from jshard.inspect.plan_tables import folded_units
 from jshard.inspect.staged_memory import stages_memory
@@ -101,6 +113,9 @@ class Collectives:
     count: float
     each_s: float
     is_alone: bool  # no computation overlaps with them
+    row: str = ""  # of layers that have one of them each, beside the computation of a neighbour
+    is_first: bool = False  # it ends before the other gathers of its layer begin
+    in_layers: int = 0  # of how many layers they are a part, each of which waits for its own; 0 if of none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +192,14 @@ class Costs:
         collectives = [
             *(() if is_once else planned.collectives),
             *_between_places(plan, recipe.stages, self.machine.assumptions),
-            *self._over_model_axes(plan, computed.over_model_axes),
+            *self._over_model_axes(plan, computed),
             *self._copies_of_activations(memory),
             *self._between_data_shards(plan, computed.between_data_shards),
         ]
-        times = computed.times
+        times = computed.times.with_shards(self.traces.size_of_shards(plan, axes))
         work = self._work(plan, recipe, times)
-        phases_s = _phases_s(work.microbatches_s / recipe.accumulate, times)
-        overlap = _overlap(collectives, phases_s, self.machine.assumptions.contention)
+        phases = _phases(work.microbatches_s / recipe.accumulate, times)
+        overlap = _overlap(collectives, phases, self.machine)
         copies_s = self._copies_of_state_s(memory)
         return Cost(
             variant=requested,
@@ -287,21 +302,33 @@ class Costs:
         plan = self.traces.plan(mesh, units)
         plan = with_predicted_stages(plan, layers, stages or self.recipe.stages)
         memory = with_averages(memory_of(plan, optimizer=self._optimizer), plan, self.recipe)
+        memory = dataclasses.replace(memory, gathers_in_turn=self._gathers_in_turn(plan, memory))
         # Of the layers only; the traced step contains the other units' copies, but none of the layers.
         layers_kept_bytes = 0
         for unit in plan.units:
             if not layers.isdisjoint(unit.name.split("+")):
                 layers_kept_bytes += kept_bytes(plan, unit)
-        collectives = tuple(_collectives(plan, self.machine.assumptions))
+        collectives = tuple(_collectives(plan, self.machine))
         return _PlannedModel(plan, memory, layers_kept_bytes, collectives)
 
-    def _over_model_axes(self, plan: ShardPlan, sent: Iterable[ModelTraffic]) -> Iterator[Collectives]:
+    def _gathers_in_turn(self, plan: ShardPlan, memory: Memory) -> bool:
+        """Returns whether a loop reduces the gradients of a layer before it gathers for the next one."""
+        is_large = memory.prefetched_bytes >= GATHERED_IN_TURN_BYTES
+        return is_large and self.machine.reduces_before_gathers and reduces_in_gathered_dtype(plan)
+
+    def _over_model_axes(self, plan: ShardPlan, computed: _Microbatch) -> Iterator[Collectives]:
         """Yields the collectives of the model over its own axes."""
-        for traffic in sent:
+        for traffic in computed.over_model_axes:
             each_s = traffic.seconds(dict(plan.mesh), self.machine.assumptions)
             # The next operation needs the result. Only what goes round a ring is sent beside the computation.
-            is_alone = traffic.kind != "collective-permute"
-            yield Collectives("backward", traffic.count, each_s, is_alone)
+            if traffic.kind == "collective-permute":
+                yield Collectives("backward", traffic.count, each_s, is_alone=False)
+                continue
+            # A phase has as much of it as of the computation.
+            for phase, of_kernels in computed.times.phases.items():
+                count = traffic.count * of_kernels.layers_s / max(computed.times.layers_s, sys.float_info.min)
+                if count:
+                    yield Collectives(phase, count, each_s, is_alone=True, in_layers=self.traces.num_layers)
 
     # ---- times
 
@@ -396,19 +423,21 @@ def _model_axes(variant: Variant) -> Degrees:
 # ---- collectives
 
 
-def _collectives(plan: ShardPlan, assumptions: Assumptions) -> Iterator[Collectives]:
+def _collectives(plan: ShardPlan, machine: Machine) -> Iterator[Collectives]:
     """Yields the collectives of forward and backward in a plan, by kind of unit."""
     root = plan.units[0]
     for folded in folded_units(plan):
         unit = folded.first
         layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
-        for transfer in _layer_transfers(plan, unit, layers, assumptions):
+        count = folded.count * layers
+        for transfer in _layer_transfers(plan, unit, layers, machine):
             # The root is gathered first and reduced last; without prefetch a unit waits for its own gather.
             waits_for_gather = unit.prefetch == "0" and transfer.kind == "all-gather"
             # What goes to its stage, or comes from there, does so before the loop or after it.
             is_exchange = transfer.kind == "all-to-all" and bool(plan.stages)
             is_alone = unit.name == root.name or waits_for_gather or is_exchange
-            yield Collectives(transfer.phase, folded.count * layers, transfer.seconds, is_alone)
+            row = "" if is_alone or count == 1 else folded.name
+            yield Collectives(transfer.phase, count, transfer.seconds, is_alone, row, transfer.is_first)
 
 
 def _once_s(plan: ShardPlan, assumptions: Assumptions) -> float:
@@ -438,44 +467,74 @@ def _added_bytes(plan: ShardPlan) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _LayerTransfer:
-    """The collectives of one kind of one layer, one after another."""
+    """A collective of one layer."""
 
     phase: str  # `forward` or `backward`
     kind: str
     seconds: float
+    is_first: bool = False  # it ends before the other gathers of the layer begin
 
 
-def _layer_transfers(
-    plan: ShardPlan, unit: UnitPlan, layers: int, assumptions: Assumptions
-) -> Iterator[_LayerTransfer]:
+def _layer_transfers(plan: ShardPlan, unit: UnitPlan, layers: int, machine: Machine) -> Iterator[_LayerTransfer]:
     """Yields the collectives of one layer of a unit."""
     degrees = dict(plan.mesh)
-    num_gathers = _num_gathers(plan, unit)
+    gathers = _joined_gathers(plan, unit, ties_small=machine.ties_small_gathers)
+    total_bytes = sum(gather.num_bytes for gather in gathers)
     for traffic in unit_traffic(plan, unit.name):
         if traffic.group_size == 1:  # nothing is sent
             continue
         phase = "forward" if traffic.purpose.startswith(FORWARD) else "backward"
         group = group_along(degrees, traffic.axes)[:: traffic.apart][: traffic.group_size]
-        count = num_gathers if traffic.kind == "all-gather" else 1
-        seconds = count * assumptions.transfer_s(traffic.kind, traffic.full_bytes / layers / count, group)
-        yield _LayerTransfer(phase, traffic.kind, seconds)
-
-
-def _num_gathers(plan: ShardPlan, unit: UnitPlan) -> int:
-    """Returns in how many collectives the compiler gathers one layer of a unit: it joins small ones of equal dims."""
-    joined: list[tuple[int | None, int]] = []  # the dim, and the bytes
-    for leaf in plan.unit_leaves(unit.name):
-        placement = leaf.placement
-        if not placement.gathered or placement.dim is None:
+        layer_bytes = traffic.full_bytes / layers
+        if traffic.kind != "all-gather":
+            yield _LayerTransfer(phase, traffic.kind, machine.assumptions.transfer_s(traffic.kind, layer_bytes, group))
             continue
-        num_bytes = placement.gathered_bytes // placement.layers
-        for place, (dim, others_bytes) in enumerate(joined):
-            if dim == placement.dim and others_bytes + num_bytes <= _JOINED_BYTES:
-                joined[place] = (dim, others_bytes + num_bytes)
+        of_axes = [gather for gather in gathers if gather.axes == traffic.axes]
+        bytes_of_axes = sum(gather.num_bytes for gather in of_axes)
+        if not bytes_of_axes:  # pieces, or what a wire packs
+            of_axes, bytes_of_axes = gathers, total_bytes
+        for gather in of_axes:
+            sent_bytes = layer_bytes * gather.num_bytes / bytes_of_axes
+            seconds = machine.assumptions.transfer_s(traffic.kind, sent_bytes, group)
+            yield _LayerTransfer(phase, traffic.kind, seconds, gather.is_first)
+
+
+@dataclasses.dataclass(frozen=True)
+class _JoinedGather:
+    """Parameters of a layer that the compiler gathers at once."""
+
+    axes: tuple[str, ...]
+    dim: int
+    is_first: bool
+    num_bytes: int
+
+
+def _joined_gathers(plan: ShardPlan, unit: UnitPlan, *, ties_small: bool) -> list[_JoinedGather]:
+    """Returns the gathers of one layer of a unit: the compiler joins small ones of equal dims.
+
+    Args:
+        plan: of the model.
+        unit: one of its units.
+        ties_small: whether large gathers are tied behind small ones, where a layer has both.
+    """
+    placements = [leaf.placement for leaf in plan.unit_leaves(unit.name)]
+    gathered = [placement for placement in placements if placement.gathered and placement.dim is not None]
+    sizes = [placement.gathered_bytes // placement.layers for placement in gathered]
+    has_first = ties_small and unit.reshard_after_forward in (True, False) and is_worth_two_gathers(sizes)
+    joined: list[_JoinedGather] = []
+    for placement, num_bytes in zip(gathered, sizes, strict=True):
+        assert placement.dim is not None
+        axes = in_mesh_order(placement.axes, dict(plan.mesh))
+        is_first = has_first and num_bytes < LATENCY_BOUND_BYTES
+        new = _JoinedGather(axes, placement.dim, is_first, num_bytes)
+        for place, other in enumerate(joined):
+            total_bytes = other.num_bytes + num_bytes
+            if total_bytes <= _JOINED_BYTES and dataclasses.replace(other, num_bytes=num_bytes) == new:
+                joined[place] = dataclasses.replace(other, num_bytes=total_bytes)
                 break
         else:
-            joined.append((placement.dim, num_bytes))
-    return max(len(joined), 1)
+            joined.append(new)
+    return joined
 
 
 def _between_places(plan: ShardPlan, stages: Stages, assumptions: Assumptions) -> Iterator[Collectives]:
@@ -491,10 +550,31 @@ def _between_places(plan: ShardPlan, stages: Stages, assumptions: Assumptions) -
         yield Collectives(loop.phase, 1, enter_s + leave_s, is_alone=True)
 
 
-def _phases_s(microbatch_s: float, times: KernelTimes) -> dict[str, float]:
-    """Returns the forward and the backward part of a microbatch's computation."""
-    backward_s = microbatch_s * times.backward_s / max(times.total_s, sys.float_info.min)
-    return {"forward": microbatch_s - backward_s, "backward": backward_s}
+@dataclasses.dataclass(frozen=True)
+class _Phase:
+    """The computation of a phase of a microbatch, in seconds."""
+
+    total_s: float
+    layers_s: float  # the part that is in layers
+    independent_s: float  # of this, what nothing in a layer waits for
+
+
+def _phases(microbatch_s: float, times: KernelTimes) -> dict[str, _Phase]:
+    """Returns the forward and the backward part of a microbatch's computation.
+
+    Args:
+        microbatch_s: all of it, with what is not in kernels.
+        times: of the kernels.
+    """
+    scale = microbatch_s / max(times.total_s, sys.float_info.min)
+    phases = {}
+    for name, of_kernels in times.phases.items():
+        phases[name] = _Phase(
+            total_s=scale * of_kernels.total_s,
+            layers_s=scale * of_kernels.layers_s,
+            independent_s=scale * of_kernels.independent_s,
+        )
+    return phases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -506,30 +586,108 @@ class _HiddenParts:
     slowdown_s: float  # what the computation takes longer beside collectives
 
 
-def _overlap(collectives: Sequence[Collectives], phases_s: Mapping[str, float], contention: float) -> _HiddenParts:
-    """Returns how collectives overlap with the computation, if as much as possible is hidden.
+def _layer_round(
+    row: Sequence[Collectives], in_layers: Sequence[Collectives], phase: _Phase, num_layers: float
+) -> LayerRound:
+    """Returns what a device does while one layer computes, with the collectives of its neighbours and its own."""
+    first_s = 0.0
+    sent_s = []
+    for equal in row:
+        if equal.is_first:
+            first_s += equal.each_s
+        else:
+            sent_s.append(equal.each_s)
+    alone_s: list[float] = []
+    for equal in in_layers:
+        per_layer = equal.count / num_layers
+        num_equal = max(1, round(per_layer))
+        alone_s += [equal.each_s * per_layer / num_equal] * num_equal
+    return LayerRound(
+        compute_s=phase.layers_s / num_layers,
+        first_s=first_s,
+        sent_s=tuple(sent_s),
+        alone_s=tuple(alone_s),
+        beside_alone_s=phase.independent_s / num_layers,
+    )
+
+
+def _with_others(others: Sequence[Collectives], phase: _Phase, hidden: _HiddenParts, contention: float) -> _HiddenParts:
+    """Returns how a phase overlaps with further collectives, of which as much as possible is hidden.
+
+    Args:
+        others: these collectives.
+        phase: the computation.
+        hidden: how it overlaps with those of rows of layers.
+        contention: by how much computation is slower beside a collective.
+    """
+    exposed_s = 0.0
+    hidden_s = 0.0
+    for equal in others:
+        if equal.is_alone:
+            exposed_s += equal.count * equal.each_s
+        else:
+            exposed_s += equal.each_s
+            hidden_s += (equal.count - 1) * equal.each_s
+    # Beside collectives all the time, a phase takes longer by the contention.
+    hidden_before_s = hidden.communication_s - hidden.exposed_s
+    beside_s = min(hidden_s, max(0.0, phase.total_s * (1 + contention) - hidden_before_s))
+    return _HiddenParts(
+        hidden.communication_s + exposed_s + hidden_s,
+        hidden.exposed_s + exposed_s + hidden_s - beside_s,
+        hidden.slowdown_s + beside_s * contention / (1 + contention),
+    )
+
+
+def _hidden_in_phase(collectives: Sequence[Collectives], phase: _Phase, machine: Machine) -> _HiddenParts:
+    """Returns how the collectives of one phase overlap with it."""
+    rows: dict[str, list[Collectives]] = collections.defaultdict(list)
+    in_layers = []
+    others = []
+    for equal in collectives:
+        if equal.row:
+            rows[equal.row].append(equal)
+        elif equal.in_layers:
+            in_layers.append(equal)
+        else:
+            others.append(equal)
+    num_layers = sum(row[0].count for row in rows.values())
+    if not rows and in_layers:
+        num_layers = in_layers[0].in_layers
+        rows[""] = []
+    communication_s = 0.0
+    exposed_s = 0.0
+    slowdown_s = 0.0
+    for row in rows.values():
+        count = row[0].count if row else num_layers
+        alone = _layer_round((), in_layers, phase, num_layers)
+        beside = _layer_round(row, in_layers, phase, num_layers)
+        for layer, rounds in ((alone, 1), (beside, count - 1)):
+            result = played(layer, machine.assumptions.contention)
+            communication_s += rounds * layer.communication_s
+            exposed_s += rounds * result.exposed_s
+            slowdown_s += rounds * result.slowdown_s
+    hidden = _HiddenParts(communication_s, exposed_s, slowdown_s)
+    return _with_others(others, phase, hidden, machine.assumptions.contention)
+
+
+def _overlap(collectives: Sequence[Collectives], phases: Mapping[str, _Phase], machine: Machine) -> _HiddenParts:
+    """Returns how collectives overlap with the computation.
 
     Args:
         collectives: of a microbatch.
-        phases_s: the computation of its phases, behind which they may be hidden.
-        contention: by how much computation is slower beside a collective.
+        phases: the computation of its phases, behind which they may be hidden.
+        machine: the devices.
     """
-    communication_s = 0.0
+    communication_s = sum(equal.count * equal.each_s for equal in collectives)
     exposed_s = 0.0
-    hidden_s = dict.fromkeys(phases_s, 0.0)  # what can be hidden in a phase
+    slowdown_s = 0.0
     for equal in collectives:
-        communication_s += equal.count * equal.each_s
-        if equal.is_alone:
-            exposed_s += equal.each_s * equal.count
-        else:
+        if equal.row:
             # The first gather and the last reduction of a row of layers have nothing to overlap with.
             exposed_s += equal.each_s
-            hidden_s[equal.phase] += (equal.count - 1) * equal.each_s
-    slowdown_s = 0.0
-    for phase, alone_s in phases_s.items():
-        # Beside collectives all the time, a phase takes so long.
-        slowed_s = alone_s * (1 + contention)
-        beside_s = min(hidden_s[phase], slowed_s)
-        slowdown_s += beside_s * contention / (1 + contention)
-        exposed_s += hidden_s[phase] - beside_s
+    for name, phase in phases.items():
+        of_phase = [equal for equal in collectives if equal.phase == name]
+        hidden = _hidden_in_phase(of_phase, phase, machine)
+        exposed_s += hidden.exposed_s
+        slowdown_s += hidden.slowdown_s
     return _HiddenParts(communication_s, min(exposed_s, communication_s), slowdown_s)

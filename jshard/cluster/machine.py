@@ -18,6 +18,7 @@ from jshard.errors import ShardingError
 from jshard.facts.device_facts import Bounds
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 from jshard.inspect.hlo import Schedule
+from jshard.plans.mesh import device_reduces_before_gathers
 
 # ---- assumptions about devices
 
@@ -95,6 +96,17 @@ class Machine:
     near: int  # neighbouring devices joined by the fast links
     assumptions: Assumptions
     device: DeviceFacts | None = None  # the record of one device; None if unknown
+
+    @property
+    def reduces_before_gathers(self) -> bool:
+        """Returns whether a loop reduces the gradients of an iteration before it gathers much for the next one."""
+        platform = "" if self.device is None else self.device.platform
+        return device_reduces_before_gathers(self.device, platform)
+
+    @property
+    def ties_small_gathers(self) -> bool:
+        """Returns whether large gathers of a layer are tied behind its small ones."""
+        return self.device is None or self.device.platform != "tpu"
 
 
 def machine_here(mesh: Mesh) -> Machine:

@@ -73,19 +73,57 @@ _LEAST_GROWTH = 1e-6  # of what a kernel reads and writes, from an empty batch; 
 
 
 @dataclasses.dataclass(frozen=True)
+class ComputedPhase:
+    """The computation of one phase of a microbatch."""
+
+    total_s: float = 0.0
+    layers_s: float = 0.0  # the part that is in layers
+    independent_s: float = 0.0  # of this, what nothing in a layer waits for
+
+    def with_kernel(self, kernel: KernelWork, seconds: float) -> ComputedPhase:
+        """Returns the times with a kernel, which takes some seconds in all its rounds."""
+        total_s = self.total_s + seconds
+        if not kernel.in_layer:
+            return dataclasses.replace(self, total_s=total_s)
+        return ComputedPhase(
+            total_s,
+            self.layers_s + seconds,
+            self.independent_s + kernel.is_independent * seconds,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelTimes:
     """The computation of a microbatch."""
 
     products_s: float  # matrix products and attention, as fast as large ones
     small_products_s: float  # that they take longer, because they are small
     traffic_s: float  # other operations, bound by the memory
-    forward_s: float  # of all of it
-    backward_s: float
+    phases: Mapping[str, ComputedPhase]  # all of it; forward and backward
+    # Of kernels on shards of gradients, not counted above: with the two shards of a trace, bound by the memory.
+    on_shards_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Returns all of it."""
-        return self.forward_s + self.backward_s
+        return sum(phase.total_s for phase in self.phases.values())
+
+    @property
+    def layers_s(self) -> float:
+        """Returns what is in layers."""
+        return sum(phase.layers_s for phase in self.phases.values())
+
+    def with_shards(self, share: float) -> KernelTimes:
+        """Returns the times of a device whose shards are smaller than those of a trace.
+
+        Args:
+            share: how large they are, relative to those.
+        """
+        seconds = share * self.on_shards_s
+        backward = self.phases[BACKWARD]
+        later = dataclasses.replace(backward, total_s=backward.total_s + seconds)
+        phases = {**self.phases, BACKWARD: later}
+        return dataclasses.replace(self, traffic_s=self.traffic_s + seconds, phases=phases, on_shards_s=0.0)
 
 
 def without_parameter_work(kernels: Sequence[KernelWork], of_no_rows: Sequence[KernelWork]) -> list[KernelWork]:
@@ -111,10 +149,15 @@ def kernel_times(kernels: Iterable[KernelWork], assumptions: Assumptions) -> Ker
     products_s = 0.0
     large_products_s = 0.0
     traffic_s = 0.0
-    phases_s = {FORWARD: 0.0, BACKWARD: 0.0}
+    on_shards_s = 0.0
+    phases = {FORWARD: ComputedPhase(), BACKWARD: ComputedPhase()}
     for kernel in kernels:
         seconds = kernel.rounds * assumptions.compute_s(kernel.work)
-        phases_s[kernel.phase] += seconds
+        if kernel.is_on_shards:
+            launch_s = kernel.rounds * assumptions.launch_s
+            on_shards_s += seconds - launch_s
+            seconds = launch_s
+        phases[kernel.phase] = phases[kernel.phase].with_kernel(kernel, seconds)
         if kernel.work.products:
             products_s += seconds
             alone = OpWork(kernel.work.products)
@@ -125,6 +168,6 @@ def kernel_times(kernels: Iterable[KernelWork], assumptions: Assumptions) -> Ker
         products_s=large_products_s,
         small_products_s=products_s - large_products_s,
         traffic_s=traffic_s,
-        forward_s=phases_s[FORWARD],
-        backward_s=phases_s[BACKWARD],
+        phases=phases,
+        on_shards_s=on_shards_s,
     )

@@ -22,7 +22,7 @@ from jshard.cluster.compile import UnitSettings
 from jshard.cluster.model_costs import ModelTraffic, traffic_of_rows
 from jshard.errors import FourPartError
 from jshard.inspect.activations import Activations, Saved, over_tensor, saved_arrays, size_of_part, summed
-from jshard.inspect.partitioned import ArrayForm, ModelCollective, model_collectives
+from jshard.inspect.partitioned import ArrayForm, ModelCollective, PartitionedStep, partitioned_step
 from jshard.inspect.traced_program import SizeOf
 from jshard.inspect.traced_step import TracedGradient, TracedStep, step_for_rows, traced_gradient
 from jshard.plans.mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
@@ -89,6 +89,12 @@ class ModelTraces:
         if not has_inner_units(model):  # only the mesh can vary
             return js.plan(model, wrt=self.trained)
         return plan_of_layers(model, dict(units), wrt=self.trained)
+
+    def size_of_shards(self, plan: ShardPlan, axes: Degrees) -> float:
+        """Returns the size of a device's shards in a plan, relative to those of the mesh that is traced."""
+        # In a trace, the arrays of a shard are whole over `tensor`.
+        traced_axes = tuple((axis, degree) for axis, degree in _as_traced(axes) if axis != TENSOR)
+        return plan.bytes_per_device / self.plan((*_MESH, *traced_axes), ()).bytes_per_device
 
     @functools.cached_property
     def remat(self) -> str:
@@ -201,7 +207,7 @@ class ModelTraces:
     def _traced_step(self, rows: int, remat: str, axes: Degrees, tensor: int) -> TracedStep:
         size_of = None
         if tensor > 1:
-            size_of = self._size_over_tensor(rows, axes, tensor)
+            size_of = self._size_over_tensor(rows, remat, axes, tensor)
         return self._gradient(rows, remat, axes).step(size_of)
 
     @functools.cache  # noqa: B019
@@ -210,16 +216,18 @@ class ModelTraces:
         model = self._traced_model(remat, axes)
         return traced_gradient(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
 
-    def _size_over_tensor(self, rows: int, axes: Degrees, tensor: int) -> SizeOf:
+    def _size_over_tensor(self, rows: int, remat: str, axes: Degrees, tensor: int) -> SizeOf:
         """Returns the bytes of a value that is split over `tensor` as saved values of its form are."""
         shares: dict[ArrayForm, float] = {}
         # Under both policies, the results of all products and most other values of a layer are saved.
-        for remat in (NONE, DOTS):
-            for array in self._arrays(rows, self._unless_annotated(remat), axes):
+        for policy in (NONE, DOTS):
+            for array in self._arrays(rows, self._unless_annotated(policy), axes):
                 item_bytes, shape = array.form
                 shares[array.form] = array.over_tensor
                 if shape and shape[0] in self.depths:
                     shares[ArrayForm(item_bytes, shape[1:])] = array.over_tensor  # of a layer, in a loop
+        # A kernel saves values of forms that the plain operations in its place do not have; of others these know more.
+        shares |= self.partitioned(rows, remat, axes).over_tensor
         # A product with a matrix that is split is split itself, as is the product that is the matrix's gradient.
         for shape in _split_over_tensor(self.plan((*_MESH, *axes), ())):
             for item_bytes in (2, 4):
@@ -238,11 +246,15 @@ class ModelTraces:
         at_high = self.collectives(high, remat, _as_traced(axes))
         yield from traffic_of_rows(at_low, at_high, (low, high), rows)
 
-    @functools.cache  # noqa: B019
     def collectives(self, rows: int, remat: str, axes: Degrees) -> Mapping[ModelCollective, int]:
         """Returns the collectives of the model over its own axes, with their numbers, for a batch that is traced."""
+        return self.partitioned(rows, remat, axes).collectives
+
+    @functools.cache  # noqa: B019
+    def partitioned(self, rows: int, remat: str, axes: Degrees) -> PartitionedStep:
+        """Returns what the partitioner makes of a step, for a batch that is traced."""
         model = self._traced_model(remat, axes)
-        return model_collectives(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
+        return partitioned_step(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
 
     # ---- for all traces
 

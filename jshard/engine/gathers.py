@@ -1,6 +1,7 @@
 """All-gathers: whole parameters from their stored shards."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,12 @@ def small_beside_large(shards: tuple[Shard, ...], mesh: Mesh) -> list[int]:
         return []  # pieces are fast between neighbours, and the compiler joins the small ones
     # Of a stack one layer is gathered at a time.
     sizes = [shard.placement.gathered_bytes // shard.placement.layers for shard in shards]
-    if max(sizes) < LATENCY_BOUND_BYTES or sum(sizes) < _WORTH_TWO_GATHERS_BYTES:
-        return []  # the compiler joins them in one gather; two would cost the latency of another
+    if not is_worth_two_gathers(sizes):
+        return []
     return [i for i, size in enumerate(sizes) if size < LATENCY_BOUND_BYTES]
+
+
+def is_worth_two_gathers(sizes: Sequence[int]) -> bool:
+    """Returns whether the small parameters of a unit are gathered before the others, given the bytes of each."""
+    # The compiler joins small ones in one gather; two would cost the latency of another.
+    return max(sizes, default=0) >= LATENCY_BOUND_BYTES and sum(sizes) >= _WORTH_TWO_GATHERS_BYTES

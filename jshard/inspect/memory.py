@@ -67,6 +67,8 @@ class Memory:
     host_averages_bytes: int = 0  # those in host memory
     unstacked_gradients_bytes: int = 0  # of the gradients, those of parameters that no loop over layers has
     host_activations_bytes: int = 0  # saved by autodiff. All figures above are of the device's own memory.
+    # Whether layers are gathered ahead once the gradients of the layer before are reduced, and not beside these.
+    gathers_in_turn: bool = False
     stages: StagesMemory | None = None  # of a loop on pipeline stages; the units in it are in no figure of units above
 
     def with_activations(self, activations: Activations, *, num_microbatches: int = 1) -> "Memory":
@@ -113,7 +115,10 @@ class Memory:
     @property
     def in_layer_bytes(self) -> int:
         """The memory of a device while it computes a layer, with all gradients."""
-        beside_layer = max(self._gathered_bytes + self.layer_gradient_bytes, self._on_stages_bytes)
+        beside_copy = self.prefetched_bytes + self.layer_gradient_bytes
+        if self.gathers_in_turn:
+            beside_copy = max(self.prefetched_bytes, self.layer_gradient_bytes)
+        beside_layer = max(self.largest_unit_bytes + beside_copy, self._on_stages_bytes)
         standing = self.held_bytes + self.kept_bytes
         return standing + self.gradients_bytes + self.live_in_layers_bytes + beside_layer
 
@@ -284,6 +289,17 @@ def _unreduced_bytes(leaves: Sequence[LeafPlan]) -> int:
             elements = placement.stored_size * placement.degree // placement.shards // placement.layers
             total += elements * jnp.dtype(placement.reduce_dtype).itemsize
     return total
+
+
+def reduces_in_gathered_dtype(plan: ShardPlan) -> bool:
+    """Returns whether no gradient of a layer is reduced in a wider dtype than that of its gathered parameter."""
+    for leaf in plan.leaves:
+        placement = leaf.placement
+        if not leaf.trained or not placement.gathered or placement.layers == 1:
+            continue
+        if jnp.dtype(placement.reduce_dtype).itemsize > jnp.dtype(placement.gathered_dtype).itemsize:
+            return False
+    return True
 
 
 # ---- gathered once for all microbatches

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,8 @@ MODEL_AXES = (EXPERT, CONTEXT, TENSOR)
 _PLAIN_DEVICE = TracedDevice("cpu", "cpu")  # without the kernels of an accelerator
 _SHARDY = "sdy."
 _KINDS = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
+_REGION = "sdy.manual_computation"
+_MAKES_CONSTANTS = (".broadcast_in_dim", ".constant", ".iota")
 _AXIS = re.compile(r'"(\w+)"(?::\((\d+)\)(\d+))?')  # in texts of Shardy: `"fsdp"`, or `"fsdp":(2)4` for a part of it
 
 
@@ -87,21 +89,30 @@ class _Program:
         return math.prod(int(match[3] or degrees[match[1]]) for match in _AXIS.finditer(text))
 
 
-def model_collectives(
-    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Selection = nnx.Param
-) -> Mapping[ModelCollective, int]:
-    """Counts the collectives of one forward and backward pass over the axes of the model itself.
+@dataclasses.dataclass(frozen=True)
+class PartitionedStep:
+    """What the partitioner makes of one forward and backward pass.
 
-    The collectives of parameters are not among them: they are over the data axes, perhaps together with others.
+    Attributes:
+        collectives: how often each of the model's own axes runs. Those of parameters are not among them: they are over
+            the data axes, perhaps together with others.
+        over_tensor: which share of the values of each form is split over `tensor`.
+    """
+
+    collectives: Mapping[ModelCollective, int]
+    over_tensor: Mapping[ArrayForm, float]
+
+
+def partitioned_step(
+    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Selection = nnx.Param
+) -> PartitionedStep:
+    """Partitions one forward and backward pass.
 
     Args:
         model: annotated, without arrays.
         loss: of the model and a batch.
         batch: shapes of it.
         wrt: the parameters that are trained.
-
-    Returns:
-        How often each runs.
     """
     unit = unit_of(model)
     assert unit is not None
@@ -117,7 +128,14 @@ def model_collectives(
     for collective, count in _counted(program, program.functions["main"]).items():
         if set(collective.axes) <= set(MODEL_AXES):
             counts[collective] = count
-    return counts
+    return PartitionedStep(counts, _shares(_values(program)))
+
+
+def model_collectives(
+    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Selection = nnx.Param
+) -> Mapping[ModelCollective, int]:
+    """Counts the collectives over the model's own axes; the arguments are those of `partitioned_step`."""
+    return partitioned_step(model, loss, batch, wrt=wrt).collectives
 
 
 def shares_over_tensor(
@@ -136,12 +154,39 @@ def shares_over_tensor(
         The share by form, of the results of the program and of its regions; in a region, shapes are those of a shard.
     """
     program = _Program.of(_lowered(forward, arguments), mesh)
+    return _shares(_results(program))
+
+
+def _shares(values: Iterable[tuple[ArrayForm, str]]) -> dict[ArrayForm, float]:
+    """Returns which share of values of each form is split over `tensor`, given their shardings as text."""
     total: collections.Counter[ArrayForm] = collections.Counter()
     split: collections.Counter[ArrayForm] = collections.Counter()
-    for form, sharding in _results(program):
+    for form, sharding in values:
         total[form] += 1
         split[form] += f'"{TENSOR}"' in sharding
     return {form: split[form] / count for form, count in total.items()}
+
+
+def _values(program: _Program) -> Iterator[tuple[ArrayForm, str]]:
+    """Yields the values of a program, with their shardings as text; that of a whole value is empty."""
+    for function in program.functions.values():
+        yield from _values_in(function)
+
+
+def _values_in(operation: MlirOperation) -> Iterator[tuple[ArrayForm, str]]:
+    for inner in _operations(operation):
+        if inner.name.endswith(_MAKES_CONSTANTS):
+            continue  # not stored; one number everywhere has no sharding
+        if inner.name == _REGION:  # its results are those of operations in it
+            yield from _values_in(inner)
+            continue
+        shardings = [""] * len(inner.results)
+        if "sdy.sharding" in inner.attributes:
+            _, *shardings = str(inner.attributes["sdy.sharding"]).split("<@")
+        for value, sharding in zip(inner.results, shardings, strict=False):
+            if hasattr(value.type, "shape"):
+                yield ArrayForm.of(value.type), sharding
+        yield from _values_in(inner)
 
 
 def _results(program: _Program) -> Iterator[tuple[ArrayForm, str]]:
@@ -157,7 +202,7 @@ def _results(program: _Program) -> Iterator[tuple[ArrayForm, str]]:
 
 def _results_of_regions(operation: MlirOperation) -> Iterator[tuple[ArrayForm, str]]:
     for inner in _operations(operation):
-        if inner.name == "sdy.manual_computation":
+        if inner.name == _REGION:
             # The types of what the region returns are those of a shard.
             *_, terminator = inner.regions[0].blocks[0].operations
             for value, sharding in zip(terminator.operands, shardings_of_region(inner), strict=True):

@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 from jshard import _compat
@@ -61,6 +63,7 @@ COLLECTIVES = frozenset(
 _OF_GRADIENTS = COLLECTIVES | frozenset(
     "add_any broadcast_in_dim concatenate convert_element_type div mul slice split".split()
 )
+_SCATTERS = frozenset("all_to_all psum_scatter reduce_scatter".split())  # of whole gradients, to shards of sums
 _LAYER_SCOPE = re.compile(r"jshard\[[^\]]*\d\]")  # of a unit in a list
 _WITH_OWN_BODIES = _LOOPS | frozenset("custom_partitioning pallas_call reduce scatter scatter-add".split())
 
@@ -74,6 +77,7 @@ class TracedValue:
         part: of the value, if the compiler splits it over more devices than its type says.
         is_free: whether it takes no memory here: a parameter, a copy of one, or a gradient.
         is_small: whether it is a single number, which makes nothing an activation.
+        is_shard: whether it is a gradient that is reduced, of which a device has its shard.
         stored: the stored values that it is, or is computed from where it is read.
         reads: what is read from memory for it: stored values, or parts of them.
     """
@@ -82,8 +86,15 @@ class TracedValue:
     part: float = 1.0
     is_free: bool = False
     is_small: bool = False
+    is_shard: bool = False
     stored: frozenset["TracedValue"] = frozenset()
     reads: frozenset["TracedValue"] = frozenset()
+
+    def become_shard(self) -> None:
+        """Makes it a shard, whose type says how large it is."""
+        self.is_shard = True
+        self.bytes /= self.part
+        self.part = 1.0
 
     def store(self) -> None:
         """Has it stored itself."""
@@ -176,7 +187,7 @@ def program_of(
     flattener.run(jaxpr, values, num_shards, _Site(FORWARD, in_layer=False))
     program.outputs = [flattener.read(variable, values) for variable in jaxpr.outvars]
     _drop_unused(program)
-    _free_gradients(program, gradients)
+    _free_gradients(program, gradients, gradients)
     _store(program)
     return program
 
@@ -208,12 +219,22 @@ class _Site:
         return _Site(BACKWARD if is_backward else self.phase, self.in_layer or is_layer)
 
 
+@dataclasses.dataclass(frozen=True)
+class _NarrowValue:
+    """A value, and the dtype that it has."""
+
+    value: TracedValue
+    dtype: np.dtype
+
+
 class _Flattener:
     """Adds the operations of a traced program to a list, through its calls."""
 
     def __init__(self, size_of: SizeOf) -> None:
         self.program = TracedProgram()
         self.size_of = size_of
+        # By a value that is another one in a wider dtype: a compiler removes a cast back.
+        self._before_cast: dict[TracedValue, _NarrowValue] = {}
 
     def new(self, variable: jex.Var, num_shards: int) -> TracedValue:
         aval = variable.aval
@@ -256,6 +277,9 @@ class _Flattener:
         name = eqn.primitive.name
         if name in _VIEWS and len(eqn.outvars) == 1:
             return operands[:1]
+        if name == "convert_element_type":
+            narrow = self._before_cast.get(operands[0])
+            return None if narrow is None or narrow.dtype != eqn.params["new_dtype"] else [narrow.value]
         if name == "optimization_barrier":
             self._add(READ, operands, [], eqn, here)
             return operands
@@ -288,12 +312,21 @@ class _Flattener:
                 result.is_free = True
             return results
         op = self._add(kind, operands, results, eqn, here)
+        if eqn.primitive.name == "convert_element_type":
+            self._note_cast(eqn, operands[0], results[0])
         if eqn.primitive.name == "scan":
             # A loop over layers, as nearly all are.
             op.bodies = [self._body_of_scan(op, num_shards, dataclasses.replace(here, in_layer=True))]
         elif kind == LOOP:
             op.bodies = list(self._branches(eqn, num_shards, here))
         return results
+
+    def _note_cast(self, eqn: jex.JaxprEqn, narrow: TracedValue, wide: TracedValue) -> None:
+        """Remembers what a value was before a cast that loses nothing."""
+        narrow_type: Any = eqn.invars[0].aval
+        dtype = narrow_type.dtype
+        if jnp.promote_types(dtype, eqn.params["new_dtype"]) == eqn.params["new_dtype"]:
+            self._before_cast[wide] = _NarrowValue(narrow, dtype)
 
     def _add(
         self, kind: str, operands: list[TracedValue], results: list[TracedValue], eqn: jex.JaxprEqn, here: _Site
@@ -389,29 +422,46 @@ def _drop_unused(program: TracedProgram) -> None:
 # ---- gradients
 
 
-def _free_gradients(program: TracedProgram, gradients: Sequence[bool]) -> None:
-    """Marks the gradients of parameters, as far back as they are only cast, cut, scaled or sent."""
+def _free_gradients(program: TracedProgram, gradients: Sequence[bool], shards: Sequence[bool]) -> None:
+    """Marks the gradients of parameters, as far back as they are only cast, cut, scaled or sent.
+
+    Args:
+        program: the operations.
+        gradients: which of its results are gradients.
+        shards: which of these are shards.
+    """
     free = set()
-    for value, is_gradient in zip(program.outputs, gradients, strict=True):
+    reduced = set()
+    for value, is_gradient, is_shard in zip(program.outputs, gradients, shards, strict=True):
         if is_gradient:
             free.add(value)
+        if is_gradient and is_shard:
+            reduced.add(value)
     for op in reversed(program.ops):
         if op.kind == UPDATE and op.operands[0] in free:
             free.add(op.operands[1])
+            if op.operands[0] in reduced:
+                reduced.add(op.operands[1])
         elif op.name == "scan":
-            _free_gradients_in_loop(op, free)
+            _free_gradients_in_loop(op, free, reduced)
         elif op.results and free.issuperset(op.results) and op.name in _OF_GRADIENTS:
             free.update(op.operands)
+            if reduced.issuperset(op.results) and op.name not in _SCATTERS:
+                reduced.update(op.operands)
     for value in free:
         value.is_free = True
+    for value in reduced:
+        if not value.is_shard:
+            value.become_shard()
 
 
-def _free_gradients_in_loop(op: TracedOp, free: set[TracedValue]) -> None:
+def _free_gradients_in_loop(op: TracedOp, free: set[TracedValue], reduced: set[TracedValue]) -> None:
     """Marks the gradients in a loop: a carry is one if it enters as one, whether or not it leaves as another's."""
     (body,) = op.bodies
     is_gradient = [result in free for result in op.results]
+    is_shard = [result in reduced for result in op.results]
     while True:
-        _free_gradients(body, is_gradient)
+        _free_gradients(body, is_gradient, is_shard)
         turned = []
         for place in range(op.num_carry):
             at = op.num_consts + place
@@ -427,6 +477,8 @@ def _free_gradients_in_loop(op: TracedOp, free: set[TracedValue]) -> None:
         free.add(result)
         if place < op.num_carry:
             free.add(op.operands[op.num_consts + place])
+        if place < op.num_carry and is_shard[place]:
+            reduced.add(op.operands[op.num_consts + place])
 
 
 # ---- what is stored

@@ -45,6 +45,9 @@ class KernelWork:
     work: OpWork
     rounds: int
     phase: str
+    in_layer: bool = False
+    is_on_shards: bool = False  # of gradients: it has the less to do, the more devices there are
+    is_independent: bool = False  # nothing in its layer waits for it
 
 
 def kernels(program: TracedProgram, *, rounds: int = 1) -> Iterator[KernelWork]:
@@ -64,7 +67,14 @@ def kernels(program: TracedProgram, *, rounds: int = 1) -> Iterator[KernelWork]:
         if op.kind == REDUCTION and reads in reduced:
             continue
         reduced.add(reads)
-        yield KernelWork(_work_of(op, reads), rounds, op.phase)
+        yield KernelWork(
+            work=_work_of(op, reads),
+            rounds=rounds,
+            phase=op.phase,
+            in_layer=op.in_layer,
+            is_on_shards=_is_on_shards(op),
+            is_independent=_is_independent(op),
+        )
 
 
 def _is_kernel(op: TracedOp) -> bool:
@@ -73,6 +83,19 @@ def _is_kernel(op: TracedOp) -> bool:
         return False
     is_fused = op.kind in (FUSED, WINDOW)
     return op.is_stored or not is_fused
+
+
+def _is_on_shards(op: TracedOp) -> bool:
+    """Returns whether a kernel makes or moves shards of gradients."""
+    if op.kind == UPDATE:
+        return op.operands[1].is_shard
+    return bool(op.results) and all(result.is_shard for result in op.results)
+
+
+def _is_independent(op: TracedOp) -> bool:
+    """Returns whether a kernel stores something for later, or multiplies for the gradient of a parameter."""
+    is_stored_away = op.kind == UPDATE
+    return is_stored_away or (bool(op.results) and all(result.is_free for result in op.results))
 
 
 def _work_of(op: TracedOp, reads: frozenset[TracedValue]) -> OpWork:

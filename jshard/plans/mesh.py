@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jshard.errors import MeshError
-from jshard.facts.devices import device_of
+from jshard.facts.devices import DeviceFacts, device_of
 from jshard.facts.gpu_target import HOPPER, NvidiaTarget
 
 PIPE = "pipe"
@@ -232,9 +232,18 @@ def reduces_before_gathers(mesh: AnyMesh) -> bool:
     if not isinstance(mesh, Mesh):
         return True
     device = mesh.devices.flat[0]
-    facts = device_of(device.device_kind)
+    return device_reduces_before_gathers(device_of(device.device_kind), device.platform)
+
+
+def device_reduces_before_gathers(facts: DeviceFacts | None, platform: str) -> bool:
+    """Returns the same for a kind of device.
+
+    Args:
+        facts: its record; None if it is unknown.
+        platform: by JAX's name.
+    """
     if facts is None or facts.target is None:
-        return device.platform != "tpu"
+        return platform != "tpu"
     return isinstance(facts.target, NvidiaTarget) and facts.target.major >= HOPPER
 
 

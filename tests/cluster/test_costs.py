@@ -102,6 +102,21 @@ def test_of_one_microbatch_gradients_are_reduced_at_once_in_any_case(costs):
     assert is_same(once, cost(costs))
 
 
+def test_more_devices_have_smaller_shards_of_gradients():
+    """The sequences of a device are as many; what it reads and writes of gradients that are reduced is less."""
+    found = costs_of(HOST, "batch_size=96")
+    many = found.on(cluster_of("h100:4x8").machine, settings=("batch_size=384",))
+    few_s, many_s = cost(found).work.traffic_s, cost(many, fsdp=32).work.traffic_s
+    assert few_s > many_s > 0.9 * few_s
+
+
+def test_layers_that_are_gathered_after_a_reduction_hold_less(costs):
+    """Then the parameters of the next layer and the gradients of the one before are not there at once."""
+    beside = dataclasses.replace(cost(costs, remat="full").memory, prefetched_bytes=2**30, layer_gradient_bytes=2**29)
+    in_turn = dataclasses.replace(beside, gathers_in_turn=True)
+    assert beside.in_layer_bytes - in_turn.in_layer_bytes == 2**29
+
+
 def test_remat_holds_less_and_computes_more():
     """More products; on a model so small that traffic to the memory is most of the time, only there."""
     known = {"memory_bytes_per_s": 1e18}
@@ -163,7 +178,7 @@ def test_another_degree_of_tensor_is_not_traced_again(monkeypatch):
     def traced_again(*args, **kwargs):
         raise AssertionError
 
-    for name in ("saved_arrays", "traced_gradient", "model_collectives"):
+    for name in ("saved_arrays", "traced_gradient", "partitioned_step"):
         monkeypatch.setattr(model_traces, name, traced_again)
     by_four = costs.of(Variant(name="", mesh=mesh_of(HOST, tensor=4), units=units))
     assert by_four.work.products_s != by_two.work.products_s

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.inspect.activations import over_tensor, saved_arrays
-from jshard.inspect.partitioned import model_collectives
+from jshard.inspect.partitioned import ArrayForm, model_collectives, partitioned_step
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.overrides import override
 from jshard.train import load_model_file
@@ -59,6 +59,17 @@ def test_a_half_of_a_block_is_summed_over_tensor(scan, remat):
     sums_per_layer = 5 if remat == "full" else 4
     sum_bytes = 128 * 192 * 4
     assert predicted_bytes(model, loss, batch) == {("all-reduce", ("tensor",)): 3 * sums_per_layer * sum_bytes}
+
+
+def test_the_partitioner_says_which_values_are_split_over_tensor():
+    """Also gradients: the hidden values of an MLP and all that are computed from them, and no inputs of a layer."""
+    model, loss, batch = program_of(LLAMA, "model.scan=true", "model.remat=none", rows=3, fsdp=2, tensor=2)
+    over_tensor = partitioned_step(model, loss, batch).over_tensor
+    (rows, length) = batch["inputs"].shape
+    _, recipe = LLAMA.recipe("tiny")
+    hidden = ArrayForm(4, (rows // 2, length, recipe.model.d_ff))
+    assert over_tensor[hidden] == 1.0
+    assert over_tensor[ArrayForm(4, (rows // 2, length, recipe.model.d_model))] < 0.5
 
 
 @pytest.mark.wide

@@ -90,6 +90,33 @@ def test_the_work_of_products_and_of_the_memory():
     assert of_parameter.memory_bytes == X.nbytes + F32 * ROWS * HIDDEN + UP.nbytes
 
 
+def test_a_cast_back_is_the_value_that_was_cast():
+    """A compiler removes both; one that loses digits on the way stays."""
+    narrow, wide = X.astype(jnp.bfloat16), X
+    there_and_back = program(lambda x: jnp.tanh(x).astype(jnp.float32).astype(jnp.bfloat16), narrow)
+    assert there_and_back.outputs == [there_and_back.ops[0].results[0]]
+    rounded = program(lambda x: jnp.tanh(x).astype(jnp.bfloat16).astype(jnp.float32), wide)
+    assert rounded.outputs != [rounded.ops[0].results[0]]
+
+
+def test_work_on_shards_of_gradients_is_told_apart():
+    """Whole gradients are cast and reduced. What is cast afterwards is a shard, which is smaller on more devices."""
+    mesh = js.mesh(fsdp=2, devices=jax.devices()[:2])
+
+    def reduced(x):
+        whole = (x.T @ x).astype(jnp.bfloat16)
+        shard = jax.lax.psum_scatter(whole, "fsdp", tiled=True)
+        return shard.astype(jnp.float32)
+
+    spec = jax.sharding.PartitionSpec("fsdp")
+    found = program(jax.shard_map(reduced, mesh=mesh, in_specs=spec, out_specs=spec), X, gradients=(0,))
+    product, cast, cast_of_shard = kernels(found)
+    assert [kernel.is_on_shards for kernel in (product, cast, cast_of_shard)] == [False, False, True]
+    assert cast_of_shard.work.memory_bytes == (2 + F32) * WIDTH * WIDTH / 2
+    # The product is that of a gradient: nothing else waits for it.
+    assert product.is_independent and not next(kernels(program(lambda x: x.T @ x, X))).is_independent
+
+
 def test_reductions_of_the_same_values_are_one_kernel():
     def moments(x):
         return x.sum(-1), jnp.square(x).sum(-1)
