@@ -27,6 +27,7 @@ from jshard.kernels.attention_kernels import (
 from jshard.kernels.attention_over_context import (
     context_degree,
     heads_fault,
+    in_order_of_devices,
     is_ring,
     with_all_positions,
     with_own_positions,
@@ -122,6 +123,8 @@ def attention(
     if exchanges_heads:
         # Before the form is chosen: from here on each device has all positions, and any form can run.
         q, k, v = with_all_positions(q, k, v)
+        if bias is not None:
+            options = options._replace(bias=in_order_of_devices(bias, 1))
     if goes_round:
         # What the audit reports: a ring is plain arithmetic on each device.
         form = "xla"
