@@ -103,7 +103,7 @@ def traced_gradient(
 # ---- other batches
 
 
-def step_for_rows(low: TracedStep, high: TracedStep, rows: tuple[int, int], wanted: int) -> TracedStep:
+def step_for_rows(low: TracedStep, high: TracedStep, rows: tuple[int, int], wanted: float) -> TracedStep:
     """Returns the step for another number of rows: all that it takes grows linearly.
 
     Args:

@@ -4,18 +4,73 @@ There are two ways. Heads are exchanged for positions: during attention each dev
 so that any form of attention can run, as on one device (this file). Or keys and values circulate (`ring.py`).
 """
 
+import contextlib
+import contextvars
+import dataclasses
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jshard.engine.context import region_mesh
+from jshard.engine.context import during, region_mesh
 from jshard.engine.inner import exchanged
 from jshard.kernels.backend import KernelError, check_known
 from jshard.plans.mesh import CONTEXT, TENSOR, degree
 
 _WAYS = ("auto", "heads", "ring")
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitHeads:
+    """The heads of a call of attention whose sequence is split.
+
+    Attributes:
+        num_heads: of queries.
+        num_key_heads: of keys and values.
+        goes_round: whether keys and values circulate.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    goes_round: bool
+
+    def computes_alike(self, degrees: tuple[int, int], others: tuple[int, int]) -> bool:
+        """Returns whether a device has the same work on each head that it has, with other degrees.
+
+        Args:
+            degrees: of `context` and `tensor`.
+            others: the other ones.
+        """
+        if self.goes_round:
+            return degrees[0] == others[0]  # in so many steps
+        for context, tensor in (degrees, others):
+            if self.num_heads % (context * tensor):
+                return degrees == others
+        return self._repeats(*degrees) == self._repeats(*others)
+
+    def _repeats(self, context: int, tensor: int) -> int:
+        return repeats_of_keys(self.num_heads, self.num_key_heads, context, tensor)
+
+
+# The calls of attention in a trace, if they are asked for.
+_noted: contextvars.ContextVar[set[SplitHeads] | None] = contextvars.ContextVar("split_heads", default=None)
+
+
+@contextlib.contextmanager
+def noted_heads() -> Iterator[set[SplitHeads]]:
+    """A context to trace a model; yields what attention there has split over the axis, once it is traced."""
+    heads: set[SplitHeads] = set()
+    with during(_noted, heads):
+        yield heads
+
+
+def note_heads(q: jax.Array, k: jax.Array, *, goes_round: bool) -> None:
+    """Records the heads of a call of attention whose sequence is split."""
+    heads = _noted.get()
+    if heads is not None:
+        heads.add(SplitHeads(q.shape[2], k.shape[2], goes_round))
 
 
 def context_degree() -> int:
