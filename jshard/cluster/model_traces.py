@@ -255,10 +255,10 @@ class ModelTraces:
 
     @functools.cache  # noqa: B019
     def _traced_step(self, rows: int, remat: str, axes: Degrees, tensor: int) -> TracedStep:
-        size_of = None
-        if TENSOR in dict(axes):
-            size_of = self._size_over_tensor(rows, axes, tensor)
-        return self._gradient(rows, remat, axes).step(size_of)
+        gradient = self._gradient(rows, remat, axes)
+        if TENSOR not in dict(axes):
+            return gradient.step()
+        return gradient.step(self._size_over_tensor(rows, axes, tensor), tensor)
 
     @functools.cache  # noqa: B019
     def _gradient(self, rows: int, remat: str, axes: Degrees) -> TracedGradient:

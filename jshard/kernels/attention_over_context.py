@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jshard.engine.context import during, region_mesh
 from jshard.engine.inner import exchanged
@@ -171,7 +173,7 @@ def with_own_positions(y: jax.Array) -> jax.Array:
         return exchanged(y, CONTEXT, 2, 1)
     parts = y.reshape(*y.shape[:2], context_degree(), _tensor_degree(), -1, y.shape[3])
     parts = exchanged(jnp.swapaxes(parts, 2, 3), CONTEXT, 3, 1, 2)
-    return parts.reshape(y.shape)
+    return _kept_over_tensor(parts.reshape(y.shape))
 
 
 def _with_own_heads(x: jax.Array) -> jax.Array:
@@ -184,7 +186,12 @@ def _with_own_heads(x: jax.Array) -> jax.Array:
     parts = x.reshape(*x.shape[:2], _tensor_degree(), context_degree(), -1, x.shape[3])
     parts = exchanged(parts, CONTEXT, 1, 3, 2)
     # A part of a dim that an axis of the region splits is one piece. So `context` is now the outer one of both.
-    return jnp.swapaxes(parts, 2, 3).reshape(x.shape)
+    return _kept_over_tensor(jnp.swapaxes(parts, 2, 3).reshape(x.shape))
+
+
+def _kept_over_tensor(x: jax.Array) -> jax.Array:
+    """Has the compiler keep the heads of an array (B, T, H, K) split over `tensor`."""
+    return lax.with_sharding_constraint(x, NamedSharding(_mesh(), P(None, None, TENSOR, None)))
 
 
 def in_order_of_devices(x: jax.Array, dim: int) -> jax.Array:

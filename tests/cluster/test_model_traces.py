@@ -3,12 +3,21 @@
 import pytest
 
 from jshard.cluster.model_traces import ModelTraces, StandIn
+from jshard.cluster.topology import parse_topology, traced_for_device
 from jshard.recipes.overrides import override
 from jshard.train import load_model_file
 from tests.micro_gpt import MODELS
 
 LLAMA = load_model_file(MODELS / "llama.py")
-SETTINGS = ("model.n_head=16", "model.n_kv_head=4", "model.d_model=256", "model.n_layer=2", "model.scan=true")
+SETTINGS = (
+    "model.n_head=16",
+    "model.n_kv_head=4",
+    "model.head_dim=16",
+    "model.compute_dtype=bfloat16",
+    "model.vocab_size=320",
+    "model.n_layer=2",
+    "model.scan=true",
+)
 ROWS = 24
 
 
@@ -21,6 +30,12 @@ class DirectTraces(ModelTraces):
 
 def traces_of(kind, *settings):
     return kind(LLAMA, override(LLAMA.recipe("tiny")[1], (*SETTINGS, *settings)))
+
+
+@pytest.fixture(autouse=True)
+def _for_a_gpu():
+    with traced_for_device(parse_topology("h100:1x8").device):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +61,7 @@ def test_fewer_parts_of_a_sequence_stand_in_for_more(axes, traced, shared, direc
     assert shared.stand_in("full", axes).axes == traced
     step, own_step = shared.step(ROWS, "full", axes), direct.step(ROWS, "full", axes)
     assert flops_of(step) == pytest.approx(flops_of(own_step), rel=1e-3)
-    assert memory_bytes_of(step) == pytest.approx(memory_bytes_of(own_step), rel=0.03)
+    assert memory_bytes_of(step) == pytest.approx(memory_bytes_of(own_step), rel=0.05)
     assert step.live.in_layers == pytest.approx(own_step.live.in_layers, rel=0.05)
     assert step.live.outside == pytest.approx(own_step.live.outside, rel=0.05)
     saved, own_saved = shared.saved(ROWS, "full", axes), direct.saved(ROWS, "full", axes)
