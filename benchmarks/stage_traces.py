@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from jshard.cluster.model_traces import Degrees, ModelTraces
+from jshard.cluster.model_traces import Degrees, ModelTraces, StandIn
 from jshard.inspect.activations import Activations
 from jshard.inspect.live_values import LiveBytes
 from jshard.inspect.partitioned import ModelCollective
@@ -31,6 +31,10 @@ class StageTraces(ModelTraces):
     def __init__(self, whole: ModelTraces, recipe: Recipe) -> None:
         super().__init__(whole.model_file, recipe)
         self.whole = whole
+
+    def stand_in(self, remat: str, axes: Degrees) -> StandIn:
+        """Returns the degrees that are traced in the place of some."""
+        return self.whole.stand_in(remat, axes)
 
     def saved(self, rows: int, remat: str, axes: Degrees) -> Activations:
         """Returns the bytes that a device saves."""

@@ -12,6 +12,7 @@ from jshard.inspect.hlo.work import OpWork
 from jshard.inspect.partitioned import ModelCollective
 from jshard.inspect.traced_program import BACKWARD, FORWARD
 from jshard.inspect.traced_work import KernelWork
+from jshard.plans.mesh import TENSOR
 
 # ---- what it sends over `tensor`, `context` and `expert`
 
@@ -47,7 +48,7 @@ def summed_traffic(counts: Mapping[ModelCollective, int]) -> dict[tuple[str, tup
 
 
 def traffic_of_rows(
-    low: Mapping[ModelCollective, int], high: Mapping[ModelCollective, int], rows: tuple[int, int], wanted: int
+    low: Mapping[ModelCollective, int], high: Mapping[ModelCollective, int], rows: tuple[int, int], wanted: float
 ) -> Iterator[ModelTraffic]:
     """Yields the traffic of a batch, which grows linearly with its rows.
 
@@ -65,6 +66,45 @@ def traffic_of_rows(
         growth = more_bytes / (num_high - num_low)
         total_bytes = max(0.0, traffic.total_bytes + (wanted - num_low) * growth)
         yield dataclasses.replace(traffic, total_bytes=total_bytes)
+
+
+def over_other_tensor(
+    counts: Mapping[ModelCollective, int], *, traced_degree: int, degree: int
+) -> Mapping[ModelCollective, int]:
+    """Returns the collectives of a device for another degree of `tensor`; of 1, nothing goes over it.
+
+    Args:
+        counts: the collectives for one degree.
+        traced_degree: that degree.
+        degree: the other one.
+    """
+    result: collections.Counter[ModelCollective] = collections.Counter()
+    for collective, count in counts.items():
+        if degree == 1 and TENSOR in collective.axes:
+            continue
+        if collective.is_part:
+            full_bytes = collective.full_bytes * traced_degree // degree
+            collective = dataclasses.replace(collective, full_bytes=full_bytes)
+        result[collective] += count
+    return result
+
+
+def divides_all_that_grows(low: Mapping[ModelCollective, int], high: Mapping[ModelCollective, int], axis: str) -> bool:
+    """Returns whether devices along an axis share all work on the examples: what they send there are only exchanges.
+
+    Args:
+        low: the collectives for few rows.
+        high: those for more.
+        axis: the axis.
+    """
+    at_low = summed_traffic(low)
+    for key, traffic in summed_traffic(high).items():
+        kind, axes = key
+        if axis not in axes or kind == "all-to-all":
+            continue
+        if key not in at_low or traffic.total_bytes != at_low[key].total_bytes:
+            return False
+    return True
 
 
 # ---- how long its kernels take

@@ -6,6 +6,7 @@ with the batch, and does not depend on the number of data shards. So it is trace
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,13 +20,14 @@ import jshard as js
 from jshard._types import PyTree
 from jshard.api.revise import has_inner_units, plan_of_layers, repeated_layers, revise_layers
 from jshard.cluster.compile import UnitSettings
-from jshard.cluster.model_costs import ModelTraffic, traffic_of_rows
+from jshard.cluster.model_costs import ModelTraffic, divides_all_that_grows, over_other_tensor, traffic_of_rows
 from jshard.errors import FourPartError
 from jshard.inspect.activations import Activations, Saved, over_tensor, saved_arrays, size_of_part, summed
 from jshard.inspect.partitioned import ArrayForm, ModelCollective, PartitionedStep, partitioned_step
 from jshard.inspect.traced_program import SizeOf
 from jshard.inspect.traced_step import TracedGradient, TracedStep, step_for_rows, traced_gradient
-from jshard.plans.mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
+from jshard.kernels.attention_over_context import SplitHeads, noted_heads
+from jshard.plans.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, data_shards
 from jshard.plans.model_axes import axes_in, axes_of
 from jshard.plans.placement import Selection
 from jshard.plans.plan import ShardPlan
@@ -41,12 +43,26 @@ Settings: TypeAlias = tuple[tuple[str, bool | int | str | None], ...]
 
 _MESH: Degrees = ((REPLICA, 1), (FSDP, 2))  # the smallest mesh with sharded parameters
 # The degree of `tensor` that is traced for all: an array has as many parts, or is whole. And that of `expert`: a device
-# has as many tokens, and sends as many, with any number of devices along it.
+# has as many tokens, and sends as many, with any number of devices along it. Of `context`, where a device has a part of
+# all work on a sequence: of more sequences it has as many tokens as of one with fewer devices.
 _DEGREE = 2
 # Sequences per device that are traced: so many that what does not grow with them is little; they divide as those of
 # real batches do, and are the size of no other dim. All traces are of these, so that some serve several figures.
 _FEWEST_ROWS = 72
 _MORE_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class StandIn:
+    """Degrees that are traced in the place of others.
+
+    Attributes:
+        axes: the degrees.
+        rows_factor: with so many sequences for one, a device has as much of them as with the other degrees.
+    """
+
+    axes: Degrees
+    rows_factor: float = 1.0
 
 
 class ModelTraces:
@@ -59,6 +75,7 @@ class ModelTraces:
     def __init__(self, model_file: ModelFile, recipe: Recipe) -> None:
         self.model_file = model_file
         self.recipe = recipe
+        self._heads: set[SplitHeads] = set()  # those of attention in what was traced with a split sequence
 
     # ---- the model
 
@@ -150,28 +167,66 @@ class ModelTraces:
                     sizes.append(size)
         return min(sizes, default=1)
 
-    # ---- what a device saves for backward
+    # ---- which degrees are traced in the place of others
 
     @functools.cache  # noqa: B019
+    def stand_in(self, remat: str, axes: Degrees) -> StandIn:
+        """Returns the degrees that are traced in the place of some."""
+        degrees = dict(axes)
+        if EXPERT in degrees:
+            degrees[EXPERT] = _DEGREE
+        if CONTEXT in degrees:
+            return self._on_fewer_parts(remat, degrees)
+        if TENSOR in degrees:
+            degrees[TENSOR] = _DEGREE
+        return StandIn(tuple(degrees.items()))
+
+    def _on_fewer_parts(self, remat: str, degrees: Mapping[str, int]) -> StandIn:
+        """Returns degrees for which a device does the same with sequences that are split into fewer parts."""
+        context = degrees[CONTEXT]
+        tensor = degrees.get(TENSOR, 1)
+        traced_tensor = _DEGREE if self.largest_degree(TENSOR) >= _DEGREE else 1
+        # In the order of their size; more parts than wanted stand in for fewer where these repeat heads of keys.
+        for parts in _powers_of_two(context * tensor):
+            if self.recipe.sequence_length % max(parts, context):
+                break
+            traced = _with_degrees(degrees, parts, traced_tensor)
+            if not self._shares_all_work(remat, _with_degrees(degrees, _DEGREE, traced_tensor)):
+                break
+            if all(heads.computes_alike((context, tensor), (parts, traced_tensor)) for heads in self._heads):
+                return StandIn(traced, parts / context)
+        return StandIn(tuple(degrees.items()))
+
+    @functools.cache  # noqa: B019
+    def _shares_all_work(self, remat: str, axes: Degrees) -> bool:
+        """Returns whether the devices along `context` share all work on a sequence."""
+        low, high = self.low_and_high_rows
+        remat = self._unless_annotated(remat)
+        return divides_all_that_grows(self.collectives(low, remat, axes), self.collectives(high, remat, axes), CONTEXT)
+
+    # ---- what a device saves for backward
+
     def saved(self, rows: int, remat: str, axes: Degrees) -> Activations:
         """Returns the bytes that a device saves: linear, from two traced batch sizes."""
+        stand_in = self.stand_in(remat, axes)
         low, high = self.low_and_high_rows
-        at_low = self._saved_of_traced(low, remat, axes)
-        at_high = self._saved_of_traced(high, remat, axes)
+        tensor = dict(axes).get(TENSOR, 1)
+        at_low = self._saved_of_traced(low, remat, stand_in.axes, tensor)
+        at_high = self._saved_of_traced(high, remat, stand_in.axes, tensor)
+        more_rows = rows * stand_in.rows_factor - low
         sums = {}
         for name in ("saved_bytes", "outside_bytes", "offloaded_bytes"):
             value = getattr(at_low, name)
             growth = (getattr(at_high, name) - value) // (high - low)
-            sums[name] = max(0, value + (rows - low) * growth)
+            sums[name] = max(0, int(value + more_rows * growth))
         return Activations(**sums)
 
     @functools.cache  # noqa: B019
-    def _saved_of_traced(self, rows: int, remat: str, axes: Degrees) -> Activations:
-        """Returns the bytes that a device saves for a batch that is traced."""
-        traced = self._arrays(rows, self._unless_annotated(remat), _as_traced(axes))
-        tensor = dict(axes).get(TENSOR, 1)
-        if tensor > 1:
-            traced = over_tensor(traced, traced_degree=_DEGREE, degree=tensor)
+    def _saved_of_traced(self, rows: int, remat: str, axes: Degrees, tensor: int) -> Activations:
+        """Returns the bytes that a device saves for a batch that is traced, with some degree of `tensor`."""
+        traced = self._arrays(rows, self._unless_annotated(remat), axes)
+        if TENSOR in dict(axes):
+            traced = over_tensor(traced, traced_degree=dict(axes)[TENSOR], degree=tensor)
         return summed(traced, self.depths)
 
     @functools.cache  # noqa: B019
@@ -196,19 +251,20 @@ class ModelTraces:
 
     def step(self, rows: int, remat: str, axes: Degrees) -> TracedStep:
         """Returns forward and backward of a microbatch on a device: linear, from two traced batch sizes."""
+        stand_in = self.stand_in(remat, axes)
         low, high = self.low_and_high_rows
         remat = self._unless_annotated(remat)
         tensor = dict(axes).get(TENSOR, 1)
-        at_low = self._traced_step(low, remat, _as_traced(axes), tensor)
-        at_high = self._traced_step(high, remat, _as_traced(axes), tensor)
-        return step_for_rows(at_low, at_high, (low, high), rows)
+        at_low = self._traced_step(low, remat, stand_in.axes, tensor)
+        at_high = self._traced_step(high, remat, stand_in.axes, tensor)
+        return step_for_rows(at_low, at_high, (low, high), rows * stand_in.rows_factor)
 
     @functools.cache  # noqa: B019
     def _traced_step(self, rows: int, remat: str, axes: Degrees, tensor: int) -> TracedStep:
-        size_of = None
-        if tensor > 1:
-            size_of = self._size_over_tensor(rows, remat, axes, tensor)
-        return self._gradient(rows, remat, axes).step(size_of)
+        gradient = self._gradient(rows, remat, axes)
+        if TENSOR not in dict(axes):
+            return gradient.step()
+        return gradient.step(self._size_over_tensor(rows, remat, axes, tensor), tensor)
 
     @functools.cache  # noqa: B019
     def _gradient(self, rows: int, remat: str, axes: Degrees) -> TracedGradient:
@@ -240,11 +296,17 @@ class ModelTraces:
         """Yields the collectives of the model over its own axes, for a batch."""
         if not axes:
             return
+        stand_in = self.stand_in(remat, axes)
         low, high = self.low_and_high_rows
         remat = self._unless_annotated(remat)
-        at_low = self.collectives(low, remat, _as_traced(axes))
-        at_high = self.collectives(high, remat, _as_traced(axes))
-        yield from traffic_of_rows(at_low, at_high, (low, high), rows)
+        counts = []
+        for traced_rows in (low, high):
+            traced = self.collectives(traced_rows, remat, stand_in.axes)
+            traced_degree = dict(stand_in.axes).get(TENSOR, 1)
+            degree = dict(axes).get(TENSOR, 1)
+            counts.append(over_other_tensor(traced, traced_degree=traced_degree, degree=degree))
+        at_low, at_high = counts
+        yield from traffic_of_rows(at_low, at_high, (low, high), rows * stand_in.rows_factor)
 
     def collectives(self, rows: int, remat: str, axes: Degrees) -> Mapping[ModelCollective, int]:
         """Returns the collectives of the model over its own axes, with their numbers, for a batch that is traced."""
@@ -254,7 +316,10 @@ class ModelTraces:
     def partitioned(self, rows: int, remat: str, axes: Degrees) -> PartitionedStep:
         """Returns what the partitioner makes of a step, for a batch that is traced."""
         model = self._traced_model(remat, axes)
-        return partitioned_step(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
+        with noted_heads() as heads:
+            step = partitioned_step(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
+        self._heads |= heads
+        return step
 
     # ---- for all traces
 
@@ -290,10 +355,18 @@ def alike(axes: Degrees) -> Degrees:
     return tuple((axis, _DEGREE if axis == EXPERT else degree) for axis, degree in axes)
 
 
-def _as_traced(axes: Degrees) -> Degrees:
-    """Returns the degrees that are traced in the place of some: of `tensor` and `expert`, one serves for all."""
-    degrees = dict(axes)
-    for axis in (TENSOR, EXPERT):
-        if axis in degrees:
-            degrees[axis] = _DEGREE
-    return tuple(degrees.items())
+def _with_degrees(degrees: Mapping[str, int], context: int, tensor: int) -> Degrees:
+    """Returns degrees with other ones of these two axes, without one of 1."""
+    changed = {axis: degree for axis, degree in degrees.items() if axis not in (CONTEXT, TENSOR)}
+    changed[CONTEXT] = context
+    if tensor > 1:
+        changed[TENSOR] = tensor
+    return tuple(changed.items())
+
+
+def _powers_of_two(limit: int) -> Iterator[int]:
+    """Yields 2, 4, 8 and so on, up to a limit."""
+    power = 2
+    while power <= limit:
+        yield power
+        power *= 2

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -117,8 +118,24 @@ def size_of_part(aval: Any, *, shares: Mapping[ArrayForm, float], degree: int) -
     share = shares.get(form)
     if share is None:  # as a value of the same shape and another dtype
         alike = [other for known, other in shares.items() if known.shape == form.shape]
+        share = max(alike, default=None)
+    if share is None:
+        alike = [other for known, other in shares.items() if _is_divided(known.shape, form.shape)]
         share = max(alike, default=0.0)
     return num_bytes * _kept_part(share, degree)
+
+
+def _is_divided(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Returns whether another shape is that of the same array with one of its dims divided into several."""
+    num_more = len(other) - len(shape)
+    if num_more < 1:
+        return False
+    for dim, size in enumerate(shape):
+        divided = other[dim : dim + num_more + 1]
+        rest = (*other[:dim], *other[dim + num_more + 1 :])
+        if math.prod(divided) == size and rest == (*shape[:dim], *shape[dim + 1 :]):
+            return True
+    return False
 
 
 def _kept_part(share: float, degree: int) -> float:

@@ -32,7 +32,7 @@ from jshard.plans.units import unit_of
 MODEL_AXES = (EXPERT, CONTEXT, TENSOR)
 """The axes over which the devices of a data shard share its work."""
 
-_PLAIN_DEVICE = TracedDevice("cpu", "cpu")  # without the kernels of an accelerator
+_PLAIN_DEVICE = TracedDevice("cpu", "cpu", is_of_no_memory=True)  # without the kernels of an accelerator
 _SHARDY = "sdy."
 _KINDS = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
 _REGION = "sdy.manual_computation"
@@ -47,6 +47,7 @@ class ModelCollective:
     kind: str  # of HLO, `all-reduce` for instance
     axes: tuple[str, ...]
     full_bytes: int  # of each: bytes of the whole array, as in `Window`
+    is_part: bool = False  # of an array that `tensor` splits, over which it is not sent
 
 
 class ArrayForm(NamedTuple):
@@ -292,7 +293,22 @@ def _collective(program: _Program, operation: MlirOperation, kind: str) -> Model
     full_bytes = sum(_local_bytes(program, operation, result) for result in operation.results)
     if kind == "reduce-scatter":
         full_bytes *= group_size  # its result is one part
-    return ModelCollective(kind, axes, full_bytes)
+    is_part = TENSOR not in axes and _is_split_over_tensor(operation)
+    return ModelCollective(kind, axes, full_bytes, is_part)
+
+
+def _is_split_over_tensor(operation: MlirOperation) -> bool:
+    """Returns whether each device along `tensor` has another part of a result."""
+    name = f'"{TENSOR}"'
+    if "out_sharding" in operation.attributes:
+        return name in str(operation.attributes["out_sharding"])
+    outer = operation.parent
+    while outer is not None:
+        # In a region of its own over this axis, where the types are those of a part.
+        if outer.name == "sdy.manual_computation" and name in str(outer.attributes["manual_axes"]):
+            return True
+        outer = outer.parent
+    return False
 
 
 def _axes_of_shardy(program: _Program, operation: MlirOperation, kind: str) -> tuple[tuple[str, ...], int]:

@@ -24,6 +24,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from jshard import _compat
+from jshard.plans.mesh import TENSOR
 
 # Kinds of operations.
 FUSED = "fused"  # elementwise
@@ -113,6 +114,7 @@ class TracedOp:
     phase: str  # `forward` or `backward`
     in_layer: bool
     bodies: list["TracedProgram"] = dataclasses.field(default_factory=list)  # of a loop
+    part: float | None = None  # that a device has of its types, if it is in a region over `tensor`; else see its values
 
     @property
     def name(self) -> str:
@@ -166,6 +168,7 @@ def program_of(
     gradients: Sequence[bool],
     num_shards: int,
     size_of: SizeOf | None = None,
+    tensor: int | None = None,
 ) -> TracedProgram:
     """Returns a program with what it stores.
 
@@ -175,8 +178,9 @@ def program_of(
         gradients: which of its results are their gradients.
         num_shards: of a value outside of sharded regions.
         size_of: the bytes of a value; those of its type by default.
+        tensor: the degree of that axis; the traced one by default.
     """
-    flattener = _Flattener(size_of or bytes_of)
+    flattener = _Flattener(size_of or bytes_of, tensor)
     program = flattener.program
     values: dict[int, TracedValue] = {}
     for variable, is_parameter in zip(jaxpr.invars, parameters, strict=True):
@@ -209,6 +213,7 @@ class _Site:
 
     phase: str
     in_layer: bool
+    part: float | None = None  # as in `TracedOp`
 
     def of(self, eqn: jex.JaxprEqn) -> "_Site":
         """Returns the place of a called program's equations."""
@@ -216,7 +221,7 @@ class _Site:
         scopes = str(eqn.source_info.name_stack)
         is_layer = call in (FORWARD, BACKWARD) or _LAYER_SCOPE.search(scopes) is not None
         is_backward = call == BACKWARD or "transpose(" in scopes
-        return _Site(BACKWARD if is_backward else self.phase, self.in_layer or is_layer)
+        return _Site(BACKWARD if is_backward else self.phase, self.in_layer or is_layer, self.part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,17 +235,22 @@ class _NarrowValue:
 class _Flattener:
     """Adds the operations of a traced program to a list, through its calls."""
 
-    def __init__(self, size_of: SizeOf) -> None:
+    def __init__(self, size_of: SizeOf, tensor: int | None = None) -> None:
         self.program = TracedProgram()
         self.size_of = size_of
+        self.tensor = tensor
         # By a value that is another one in a wider dtype: a compiler removes a cast back.
         self._before_cast: dict[TracedValue, _NarrowValue] = {}
 
-    def new(self, variable: jex.Var, num_shards: int) -> TracedValue:
+    def new(self, variable: jex.Var, num_shards: int, part_of_type: float | None = None) -> TracedValue:
         aval = variable.aval
         is_small = math.prod(getattr(aval, "shape", ())) == 1
-        size = self.size_of(aval)
-        part = size / bytes_of(aval) if size else 1.0
+        if part_of_type is not None:
+            size = bytes_of(aval) * part_of_type
+            part = 1.0 if self.tensor is None else 1 / self.tensor
+        else:
+            size = self.size_of(aval)
+            part = size / bytes_of(aval) if size else 1.0
         value = TracedValue(size / num_shards, part, is_small=is_small)
         value.store()
         return value
@@ -295,16 +305,28 @@ class _Flattener:
         body = _called(eqn)
         if body is None:
             return None
-        shards = 1 if eqn.primitive.name == "shard_map" else num_shards
+        shards = num_shards
+        if eqn.primitive.name == "shard_map":
+            shards = 1
+            here = dataclasses.replace(here, part=self._part_in_region(eqn, here))
         inner = dict(zip(map(id, body.invars), operands, strict=True))
         self.run(body, inner, shards, here)
         return [self.read(variable, inner) for variable in body.outvars]
+
+    def _part_in_region(self, eqn: jex.JaxprEqn, here: _Site) -> float | None:
+        """Returns which part of the types in a region a device has: one over `tensor` has those of a degree."""
+        if TENSOR not in eqn.params["newly_manual_axes"]:
+            return here.part
+        traced_degree = dict(eqn.params["mesh"].shape).get(TENSOR, 1)
+        if traced_degree == 1:
+            return here.part
+        return traced_degree / (self.tensor or traced_degree)
 
     def _new_values(
         self, eqn: jex.JaxprEqn, operands: list[TracedValue], num_shards: int, here: _Site
     ) -> list[TracedValue]:
         """Returns the results of an equation, which is added unless it only computes with parameters."""
-        results = [self.new(variable, num_shards) for variable in eqn.outvars]
+        results = [self.new(variable, num_shards, here.part) for variable in eqn.outvars]
         kind = _kind_of(eqn.primitive.name)
         large = [operand for operand in operands if not operand.is_small]
         if kind != LOOP and large and all(operand.is_free for operand in large):
@@ -331,7 +353,7 @@ class _Flattener:
     def _add(
         self, kind: str, operands: list[TracedValue], results: list[TracedValue], eqn: jex.JaxprEqn, here: _Site
     ) -> TracedOp:
-        op = TracedOp(kind, operands, results, eqn, here.phase, here.in_layer)
+        op = TracedOp(kind, operands, results, eqn, here.phase, here.in_layer, part=here.part)
         self.program.ops.append(op)
         return op
 
@@ -358,7 +380,7 @@ class _Flattener:
 
     def _body_with(self, op: TracedOp, is_free: Sequence[bool], num_shards: int, here: _Site) -> TracedProgram:
         body = op.eqn.params["jaxpr"].jaxpr
-        flattener = _Flattener(self.size_of)
+        flattener = _Flattener(self.size_of, self.tensor)
         values: dict[int, TracedValue] = {}
         for place, variable in enumerate(body.invars):
             value = flattener.new(variable, num_shards)
@@ -375,7 +397,7 @@ class _Flattener:
     def _branches(self, eqn: jex.JaxprEqn, num_shards: int, here: _Site) -> Iterator[TracedProgram]:
         for inner in jex.jaxprs_in_params(eqn.params):
             body = getattr(inner, "jaxpr", inner)
-            flattener = _Flattener(self.size_of)
+            flattener = _Flattener(self.size_of, self.tensor)
             values = {id(variable): flattener.new(variable, num_shards) for variable in body.invars}
             flattener.program.inputs = [values[id(variable)] for variable in body.invars]
             flattener.run(body, values, num_shards, here)

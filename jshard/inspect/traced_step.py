@@ -58,11 +58,12 @@ class TracedGradient:
     num_parameters: int  # inputs that are parameters, or other state; they are the first
     num_shards: int  # of a value outside of sharded regions
 
-    def step(self, size_of: SizeOf | None = None) -> TracedStep:
+    def step(self, size_of: SizeOf | None = None, tensor: int | None = None) -> TracedStep:
         """Returns what it takes on one device.
 
         Args:
             size_of: the bytes of a value on one device; those of its type in a region by default.
+            tensor: the degree of that axis; the traced one by default.
         """
         program = program_of(
             self.jaxpr,
@@ -70,6 +71,7 @@ class TracedGradient:
             gradients=[place > 0 for place in range(len(self.jaxpr.outvars))],
             num_shards=self.num_shards,
             size_of=size_of,
+            tensor=tensor,
         )
         return TracedStep(live_bytes(program), tuple(kernels(program)), tuple(data_collectives(program)))
 
@@ -103,7 +105,7 @@ def traced_gradient(
 # ---- other batches
 
 
-def step_for_rows(low: TracedStep, high: TracedStep, rows: tuple[int, int], wanted: int) -> TracedStep:
+def step_for_rows(low: TracedStep, high: TracedStep, rows: tuple[int, int], wanted: float) -> TracedStep:
     """Returns the step for another number of rows: all that it takes grows linearly.
 
     Args:

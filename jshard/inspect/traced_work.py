@@ -101,7 +101,9 @@ def _is_independent(op: TracedOp) -> bool:
 def _work_of(op: TracedOp, reads: frozenset[TracedValue]) -> OpWork:
     """Returns the work of a kernel; `reads` are the values that it reads from memory."""
     # The compiler splits a product if it splits an operand or the result.
-    part = min(value.part for value in (*op.operands, *op.results))
+    part = op.part
+    if part is None:
+        part = min(value.part for value in (*op.operands, *op.results))
     products = [_part_of(product, part) for product in _products(op)]
     return OpWork(tuple(products), _traffic_bytes(op, reads))
 

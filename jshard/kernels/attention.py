@@ -27,7 +27,9 @@ from jshard.kernels.attention_kernels import (
 from jshard.kernels.attention_over_context import (
     context_degree,
     heads_fault,
+    in_order_of_devices,
     is_ring,
+    note_heads,
     with_all_positions,
     with_own_positions,
 )
@@ -119,9 +121,13 @@ def attention(
     is_split = context_degree() > 1
     goes_round = is_split and _goes_round(over_context, backend, q, k, options)
     exchanges_heads = is_split and not goes_round
+    if is_split:
+        note_heads(q, k, goes_round=goes_round)
     if exchanges_heads:
         # Before the form is chosen: from here on each device has all positions, and any form can run.
         q, k, v = with_all_positions(q, k, v)
+        if bias is not None:
+            options = options._replace(bias=in_order_of_devices(bias, 1))
     if goes_round:
         # What the audit reports: a ring is plain arithmetic on each device.
         form = "xla"
@@ -204,7 +210,8 @@ def _run_in(form: str, q: jax.Array, k: jax.Array, options: _AttentionOptions) -
     """Returns the function of q, k and v for a form."""
     if form == "splash":
         return splash_attention(options.scale_of(q), is_causal=options.is_causal, lengths=options.lengths)
-    if form == "xla" and options.queries_at_once is not None:
+    # Parts are for the memory alone, and take long to trace.
+    if form == "xla" and options.queries_at_once is not None and not device_in_use().is_of_no_memory:
         _check_queries_at_once(q, k, options)
         return functools.partial(
             _in_parts, scale=options.scale, queries_at_once=options.queries_at_once, window=options.window

@@ -191,7 +191,7 @@ def test_another_machine_shares_what_is_traced(monkeypatch):
     def traced_again(*args, **kwargs):
         raise AssertionError
 
-    for name in ("abstract_model", "saved_arrays", "traced_gradient", "model_collectives"):
+    for name in ("abstract_model", "saved_arrays", "traced_gradient", "partitioned_step"):
         monkeypatch.setattr(model_traces, name, traced_again)
     slower = cluster_of("h100:1x8", matmul_efficiency=0.01).machine
     there = costs.on(slower).of(variant)

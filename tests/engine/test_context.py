@@ -209,6 +209,33 @@ def test_cudnn_runs_on_a_part_of_the_heads(monkeypatch):
             assert max(worst(alike[k], wanted[k]) for k in wanted) < 0.05
 
 
+def split_over_tensor(mesh):
+    """A model of which `tensor` splits the heads."""
+    model = GroupedQueries(nnx.Rngs(0))
+    js.parallel.split(model, {"[qkv]/kernel": (None, "tensor"), "out/kernel": ("tensor", None)})
+    return js.fully_shard(model, mesh=mesh)
+
+
+def test_heads_that_tensor_splits_are_exchanged_over_context_alone():
+    mesh = js.mesh(fsdp=2, context=2, tensor=2)
+    model = split_over_tensor(mesh)
+    step = nnx.jit(nnx.value_and_grad(functools.partial(squared, is_causal=True)))
+    found = js.audit(step.lower(model, js.shard_batch(X, mesh)).lowered, model=model)
+    exchanges = [row for row in found.rows if row.kind == "all-to-all"]
+    assert {row.over for row in exchanges} == {("context",)}
+    assert sum(row.executions for row in exchanges) == 8
+    assert {row.kind for row in found.rows if row.over == ("tensor",)} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("num_heads", [1, H])
+def test_a_bias_belongs_to_its_head_where_both_axes_split_them(num_heads):
+    bias = np.random.default_rng(2).normal(size=(1, num_heads, T, T)).astype(np.float32)
+    mesh = js.mesh(fsdp=2, context=2, tensor=2)
+    run = functools.partial(squared, bias=bias)
+    found = outcome(split_over_tensor(mesh), run, js.shard_batch(X, mesh))
+    assert_exact(found, outcome(GroupedQueries(nnx.Rngs(0)), run, X))
+
+
 # ---- models that know nothing of the axis --------------------------------------------------------
 
 
