@@ -196,7 +196,7 @@ class Costs:
             *self._copies_of_activations(memory),
             *self._between_data_shards(plan, computed.between_data_shards),
         ]
-        times = computed.times.with_shards(self.traces.size_of_shards(plan, axes))
+        times = computed.times.with_shards(self.traces.size_of_shards(plan, remat, alike(axes)))
         work = self._work(plan, recipe, times)
         phases = _phases(work.microbatches_s / recipe.accumulate, times)
         overlap = _overlap(collectives, phases, self.machine)

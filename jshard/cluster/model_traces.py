@@ -107,10 +107,11 @@ class ModelTraces:
             return js.plan(model, wrt=self.trained)
         return plan_of_layers(model, dict(units), wrt=self.trained)
 
-    def size_of_shards(self, plan: ShardPlan, axes: Degrees) -> float:
+    def size_of_shards(self, plan: ShardPlan, remat: str, axes: Degrees) -> float:
         """Returns the size of a device's shards in a plan, relative to those of the mesh that is traced."""
         # In a trace, the arrays of a shard are whole over `tensor`.
-        traced_axes = tuple((axis, degree) for axis, degree in _as_traced(axes) if axis != TENSOR)
+        stand_in = self.stand_in(remat, axes)
+        traced_axes = tuple((axis, degree) for axis, degree in stand_in.axes if axis != TENSOR)
         return plan.bytes_per_device / self.plan((*_MESH, *traced_axes), ()).bytes_per_device
 
     @functools.cached_property
