@@ -32,7 +32,7 @@ from jshard.plans.units import unit_of
 MODEL_AXES = (EXPERT, CONTEXT, TENSOR)
 """The axes over which the devices of a data shard share its work."""
 
-_PLAIN_DEVICE = TracedDevice("cpu", "cpu", is_of_no_memory=True)  # without the kernels of an accelerator
+_PLAIN_DEVICE = TracedDevice("cpu", "cpu")  # without the kernels of an accelerator
 _SHARDY = "sdy."
 _KINDS = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
 _REGION = "sdy.manual_computation"

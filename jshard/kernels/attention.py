@@ -210,8 +210,7 @@ def _run_in(form: str, q: jax.Array, k: jax.Array, options: _AttentionOptions) -
     """Returns the function of q, k and v for a form."""
     if form == "splash":
         return splash_attention(options.scale_of(q), is_causal=options.is_causal, lengths=options.lengths)
-    # Parts are for the memory alone, and take long to trace.
-    if form == "xla" and options.queries_at_once is not None and not device_in_use().is_of_no_memory:
+    if form == "xla" and options.queries_at_once is not None:
         _check_queries_at_once(q, k, options)
         return functools.partial(
             _in_parts, scale=options.scale, queries_at_once=options.queries_at_once, window=options.window

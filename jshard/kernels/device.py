@@ -35,7 +35,6 @@ class TracedDevice:
     sms: int = _HOPPER_SMS  # its multiprocessors
     smem_limit_bytes: int = _HOPPER_SMEM_BYTES  # the most shared memory of a block
     capability: int = 0  # major compute capability of an NVIDIA GPU; 0 for others, or if not known
-    is_of_no_memory: bool = False  # nothing is asked about what is traced for it but how it is split
 
 
 _planned: contextvars.ContextVar[TracedDevice | None] = contextvars.ContextVar("planned", default=None)
