@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jshard as js
-from benchmarks.grid.cells import GPUS, JSHARD, cells_of
+from benchmarks.grid.cells import FASTEST, GPUS, JSHARD, cells_of
 from benchmarks.planned import SMALL
 from jshard.cluster.compile import CompileRequest, UnitSettings, as_text
 from jshard.cluster.topology import parse_topology
@@ -280,7 +280,7 @@ _OTHERS = (
 def _of_grid() -> Iterator[Configuration]:
     """Yields jshard's programs of the grid."""
     for cell in cells_of(quick=False, clusters=GPUS):
-        if cell.system != JSHARD:
+        if cell.system != JSHARD or cell.options != FASTEST:
             continue
         request = cell.request
         assert request.recipe is not None
