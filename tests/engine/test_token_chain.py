@@ -348,7 +348,7 @@ def test_rows_of_peeled_trips_are_cut_when_the_trip_begins():
 def test_a_loop_gathers_large_units_once_the_gradients_of_the_trip_before_are_reduced(monkeypatch):
     """Side by side they take as long, and the memory of both. Small ones need little."""
     small = looped(1)
-    monkeypatch.setattr(unit_schedule, "_GATHERED_IN_TURN_BYTES", 32 * 32 * 4)
+    monkeypatch.setattr(unit_schedule, "GATHERED_IN_TURN_BYTES", 32 * 32 * 4)
     large = looped.__wrapped__(1)
     for program, in_turn in ((small, False), (large, True)):
         body = Region(body_of_loop(program[1]))
@@ -479,7 +479,7 @@ def tied(body: Any) -> list[Any]:
 
 def test_a_reduction_in_a_wider_dtype_holds_back_no_gather(monkeypatch):
     """It takes as long as two gathers: GPT-175B would wait for it."""
-    monkeypatch.setattr(unit_schedule, "_GATHERED_IN_TURN_BYTES", 0)
+    monkeypatch.setattr(unit_schedule, "GATHERED_IN_TURN_BYTES", 0)
     _, backward = bodies_of_wide_layers.__wrapped__("float32")  # gathered in bfloat16
     body = Region(backward)
     gathers, reductions = body.of_kind("all_gather"), body.of_kind("reduce_scatter")
