@@ -172,8 +172,8 @@ def with_own_positions(y: jax.Array) -> jax.Array:
     if not _is_split_over_both(y.shape[2]):
         return exchanged(y, CONTEXT, 2, 1)
     parts = y.reshape(*y.shape[:2], context_degree(), _tensor_degree(), -1, y.shape[3])
-    parts = exchanged(jnp.swapaxes(parts, 2, 3), CONTEXT, 3, 1, 2)
-    return _kept_over_tensor(parts.reshape(y.shape))
+    own_positions: jax.Array = exchanged(jnp.swapaxes(parts, 2, 3), CONTEXT, 3, 1, 2)
+    return _kept_over_tensor(own_positions.reshape(y.shape))
 
 
 def _with_own_heads(x: jax.Array) -> jax.Array:
@@ -184,9 +184,9 @@ def _with_own_heads(x: jax.Array) -> jax.Array:
     if not _is_split_over_both(x.shape[2]):
         return exchanged(x, CONTEXT, 1, 2)
     parts = x.reshape(*x.shape[:2], _tensor_degree(), context_degree(), -1, x.shape[3])
-    parts = exchanged(parts, CONTEXT, 1, 3, 2)
+    own_heads: jax.Array = exchanged(parts, CONTEXT, 1, 3, 2)
     # A part of a dim that an axis of the region splits is one piece. So `context` is now the outer one of both.
-    return _kept_over_tensor(jnp.swapaxes(parts, 2, 3).reshape(x.shape))
+    return _kept_over_tensor(jnp.swapaxes(own_heads, 2, 3).reshape(x.shape))
 
 
 def _kept_over_tensor(x: jax.Array) -> jax.Array:
