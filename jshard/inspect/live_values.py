@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 
 from jshard.inspect.traced_program import FUSED, KERNEL, LOOP, READ, WINDOW, TracedOp, TracedProgram, TracedValue
@@ -98,4 +99,5 @@ def _reusable(op: TracedOp, ended: list[TracedValue]) -> list[TracedValue]:
 
 
 def _total(values: list[TracedValue]) -> float:
-    return sum(value.bytes for value in values)
+    # Rounded once: a set has another order in each run, and the numbers of a search are to be the same.
+    return math.fsum(value.bytes for value in values)

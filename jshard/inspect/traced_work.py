@@ -124,12 +124,17 @@ def _traffic_bytes(op: TracedOp, reads: frozenset[TracedValue]) -> float:
     written = sum(result.bytes for result in op.results)
     if op.kind == UPDATE:
         update = op.operands[1]
-        return update.bytes + sum(value.bytes for value in update.reads)
+        return update.bytes + _bytes_of_all(update.reads)
     if op.kind == WINDOW or op.name == "gather":
         return 2 * written
     if op.name in _IN_PLACE:
         return written + 2 * op.operands[2].bytes
-    return written + sum(value.bytes for value in reads)
+    return written + _bytes_of_all(reads)
+
+
+def _bytes_of_all(values: frozenset[TracedValue]) -> float:
+    # Rounded once: a set has another order in each run, and the numbers of a search are to be the same.
+    return math.fsum(value.bytes for value in values)
 
 
 def _products(op: TracedOp) -> Iterator[EqualProducts]:
