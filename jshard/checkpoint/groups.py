@@ -22,7 +22,7 @@ def group_of_state(state: PyTree, processes: Sequence[int] | None) -> ProcessGro
     """Returns the processes that restore a state together; see `group_of_leaves`."""
     if processes is None and jax.process_count() == 1:
         return all_processes()
-    return group_of_leaves(_leaves_or_none(state), processes)
+    return group_of_leaves(_leaves_of(state), processes)
 
 
 def group_of_leaves(
@@ -51,7 +51,7 @@ def group_of_leaves(
     return group
 
 
-def _leaves_or_none(state: PyTree) -> Mapping[_leaves.Path, object]:
+def _leaves_of(state: PyTree) -> Mapping[_leaves.Path, object]:
     """Returns the leaves of a state; none if it is not one, which is reported where it is used."""
     try:
         return _leaves.flatten(state)

@@ -508,6 +508,11 @@ class _JoinedGather:
     is_first: bool
     num_bytes: int
 
+    def can_take(self, other: _JoinedGather) -> bool:
+        """Returns whether the compiler joins another gather with this one."""
+        is_alike = (self.axes, self.dim, self.is_first) == (other.axes, other.dim, other.is_first)
+        return is_alike and self.num_bytes + other.num_bytes <= _JOINED_BYTES
+
 
 def _joined_gathers(plan: ShardPlan, unit: UnitPlan, *, ties_small: bool) -> list[_JoinedGather]:
     """Returns the gathers of one layer of a unit: the compiler joins small ones of equal dims.
@@ -526,15 +531,17 @@ def _joined_gathers(plan: ShardPlan, unit: UnitPlan, *, ties_small: bool) -> lis
         assert placement.dim is not None
         axes = in_mesh_order(placement.axes, dict(plan.mesh))
         is_first = has_first and num_bytes < LATENCY_BOUND_BYTES
-        new = _JoinedGather(axes, placement.dim, is_first, num_bytes)
-        for place, other in enumerate(joined):
-            total_bytes = other.num_bytes + num_bytes
-            if total_bytes <= _JOINED_BYTES and dataclasses.replace(other, num_bytes=num_bytes) == new:
-                joined[place] = dataclasses.replace(other, num_bytes=total_bytes)
-                break
-        else:
-            joined.append(new)
+        _join(_JoinedGather(axes, placement.dim, is_first, num_bytes), joined)
     return joined
+
+
+def _join(gather: _JoinedGather, joined: list[_JoinedGather]) -> None:
+    """Adds a gather to the first one that can take it, or to the end of the list."""
+    for place, other in enumerate(joined):
+        if other.can_take(gather):
+            joined[place] = dataclasses.replace(other, num_bytes=other.num_bytes + gather.num_bytes)
+            return
+    joined.append(gather)
 
 
 def _between_places(plan: ShardPlan, stages: Stages, assumptions: Assumptions) -> Iterator[Collectives]:

@@ -65,6 +65,14 @@ class StandIn:
     rows_factor: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Partitioned:
+    """A step as partitioned, and the heads of attention whose sequence is split there."""
+
+    step: PartitionedStep
+    heads: frozenset[SplitHeads]
+
+
 class ModelTraces:
     """Traces of one recipe's model, each made once.
 
@@ -75,7 +83,6 @@ class ModelTraces:
     def __init__(self, model_file: ModelFile, recipe: Recipe) -> None:
         self.model_file = model_file
         self.recipe = recipe
-        self._heads: set[SplitHeads] = set()  # those of attention in what was traced with a split sequence
 
     # ---- the model
 
@@ -187,16 +194,20 @@ class ModelTraces:
         context = degrees[CONTEXT]
         tensor = degrees.get(TENSOR, 1)
         traced_tensor = _DEGREE if self.largest_degree(TENSOR) >= _DEGREE else 1
+        fewest_parts = _with_degrees(degrees, _DEGREE, traced_tensor)
+        itself = StandIn(tuple(degrees.items()))
+        num_tokens = self.recipe.sequence_length
+        if num_tokens % max(_DEGREE, context) or not self._shares_all_work(remat, fewest_parts):
+            return itself
+        low, _ = self.low_and_high_rows
+        heads = self._partitioned(low, self._unless_annotated(remat), fewest_parts).heads
         # In the order of their size; more parts than wanted stand in for fewer where these repeat heads of keys.
         for parts in _powers_of_two(context * tensor):
-            if self.recipe.sequence_length % max(parts, context):
+            if num_tokens % max(parts, context):
                 break
-            traced = _with_degrees(degrees, parts, traced_tensor)
-            if not self._shares_all_work(remat, _with_degrees(degrees, _DEGREE, traced_tensor)):
-                break
-            if all(heads.computes_alike((context, tensor), (parts, traced_tensor)) for heads in self._heads):
-                return StandIn(traced, parts / context)
-        return StandIn(tuple(degrees.items()))
+            if all(each.computes_alike((context, tensor), (parts, traced_tensor)) for each in heads):
+                return StandIn(_with_degrees(degrees, parts, traced_tensor), parts / context)
+        return itself
 
     @functools.cache  # noqa: B019
     def _shares_all_work(self, remat: str, axes: Degrees) -> bool:
@@ -284,7 +295,7 @@ class ModelTraces:
                 if shape and shape[0] in self.depths:
                     shares[ArrayForm(item_bytes, shape[1:])] = array.over_tensor  # of a layer, in a loop
         # A kernel saves values of forms that the plain operations in its place do not have; of others these know more.
-        shares |= self.partitioned(rows, remat, axes).over_tensor
+        shares |= self._partitioned(rows, remat, axes).step.over_tensor
         # A product with a matrix that is split is split itself, as is the product that is the matrix's gradient.
         for shape in _split_over_tensor(self.plan((*_MESH, *axes), ())):
             for item_bytes in (2, 4):
@@ -311,16 +322,15 @@ class ModelTraces:
 
     def collectives(self, rows: int, remat: str, axes: Degrees) -> Mapping[ModelCollective, int]:
         """Returns the collectives of the model over its own axes, with their numbers, for a batch that is traced."""
-        return self.partitioned(rows, remat, axes).collectives
+        return self._partitioned(rows, remat, axes).step.collectives
 
     @functools.cache  # noqa: B019
-    def partitioned(self, rows: int, remat: str, axes: Degrees) -> PartitionedStep:
+    def _partitioned(self, rows: int, remat: str, axes: Degrees) -> _Partitioned:
         """Returns what the partitioner makes of a step, for a batch that is traced."""
         model = self._traced_model(remat, axes)
         with noted_heads() as heads:
             step = partitioned_step(model, self.model_file.loss, self._batch(rows, axes), wrt=self.trained)
-        self._heads |= heads
-        return step
+        return _Partitioned(step, frozenset(heads))
 
     # ---- for all traces
 

@@ -132,13 +132,6 @@ def partitioned_step(
     return PartitionedStep(counts, _shares(_values(program)))
 
 
-def model_collectives(
-    model: nnx.Module, loss: Callable[..., PyTree], batch: PyTree, *, wrt: Selection = nnx.Param
-) -> Mapping[ModelCollective, int]:
-    """Counts the collectives over the model's own axes; the arguments are those of `partitioned_step`."""
-    return partitioned_step(model, loss, batch, wrt=wrt).collectives
-
-
 def shares_over_tensor(
     forward: Callable[..., PyTree], arguments: Sequence[PyTree], mesh: AnyMesh
 ) -> Mapping[ArrayForm, float]:

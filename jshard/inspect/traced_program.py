@@ -452,55 +452,75 @@ def _free_gradients(program: TracedProgram, gradients: Sequence[bool], shards: S
         gradients: which of its results are gradients.
         shards: which of these are shards.
     """
-    free = set()
-    reduced = set()
+    collected = _Gradients()
     for value, is_gradient, is_shard in zip(program.outputs, gradients, shards, strict=True):
         if is_gradient:
-            free.add(value)
-        if is_gradient and is_shard:
-            reduced.add(value)
+            collected.add(value, is_shard=is_shard)
     for op in reversed(program.ops):
-        if op.kind == UPDATE and op.operands[0] in free:
-            free.add(op.operands[1])
-            if op.operands[0] in reduced:
-                reduced.add(op.operands[1])
+        collected.add_before(op)
+    collected.mark()
+
+
+class _Gradients:
+    """Values that are gradients of parameters, collected from the results of a program backward."""
+
+    def __init__(self) -> None:
+        self._values: set[TracedValue] = set()
+        self._shards: set[TracedValue] = set()  # those of them that are reduced
+
+    def add(self, value: TracedValue, *, is_shard: bool) -> None:
+        self._values.add(value)
+        if is_shard:
+            self._shards.add(value)
+
+    def add_before(self, op: TracedOp) -> None:
+        """Adds the operands of an operation that are gradients, because its results are."""
+        if op.kind == UPDATE and op.operands[0] in self._values:
+            self.add(op.operands[1], is_shard=op.operands[0] in self._shards)
         elif op.name == "scan":
-            _free_gradients_in_loop(op, free, reduced)
-        elif op.results and free.issuperset(op.results) and op.name in _OF_GRADIENTS:
-            free.update(op.operands)
-            if reduced.issuperset(op.results) and op.name not in _SCATTERS:
-                reduced.update(op.operands)
-    for value in free:
-        value.is_free = True
-    for value in reduced:
-        if not value.is_shard:
-            value.become_shard()
+            self._add_before_loop(op)
+        elif op.results and self._values.issuperset(op.results) and op.name in _OF_GRADIENTS:
+            is_shard = self._shards.issuperset(op.results) and op.name not in _SCATTERS
+            for operand in op.operands:
+                self.add(operand, is_shard=is_shard)
 
-
-def _free_gradients_in_loop(op: TracedOp, free: set[TracedValue], reduced: set[TracedValue]) -> None:
-    """Marks the gradients in a loop: a carry is one if it enters as one, whether or not it leaves as another's."""
-    (body,) = op.bodies
-    is_gradient = [result in free for result in op.results]
-    is_shard = [result in reduced for result in op.results]
-    while True:
+    def _add_before_loop(self, op: TracedOp) -> None:
+        """Adds the carries of a loop that are gradients, and marks those inside."""
+        is_gradient = [result in self._values for result in op.results]
+        is_shard = [result in self._shards for result in op.results]
+        (body,) = op.bodies
         _free_gradients(body, is_gradient, is_shard)
-        turned = []
-        for place in range(op.num_carry):
-            at = op.num_consts + place
-            if body.inputs[at].is_free and not op.operands[at].is_free and not is_gradient[place]:
-                turned.append(place)
-        if not turned:
-            break
-        for place in turned:
-            is_gradient[place] = True
-    for place, result in enumerate(op.results):
-        if not is_gradient[place]:
-            continue
-        free.add(result)
-        if place < op.num_carry:
-            free.add(op.operands[op.num_consts + place])
-        if place < op.num_carry and is_shard[place]:
-            reduced.add(op.operands[op.num_consts + place])
+        # A carry is one if it enters as one, whether or not it leaves as another's.
+        while turned := _carries_that_enter_as_gradients(op, is_gradient):
+            for place in turned:
+                is_gradient[place] = True
+            _free_gradients(body, is_gradient, is_shard)
+        for place, result in enumerate(op.results):
+            if not is_gradient[place]:
+                continue
+            self.add(result, is_shard=is_shard[place])
+            if place < op.num_carry:
+                self.add(op.operands[op.num_consts + place], is_shard=is_shard[place])
+
+    def mark(self) -> None:
+        """Marks the values."""
+        for value in self._values:
+            value.is_free = True
+        for value in self._shards:
+            if not value.is_shard:
+                value.become_shard()
+
+
+def _carries_that_enter_as_gradients(op: TracedOp, is_gradient: Sequence[bool]) -> list[int]:
+    """Returns the carries that a loop's body takes as gradients, and that are not known as such."""
+    (body,) = op.bodies
+    places = []
+    for place in range(op.num_carry):
+        at = op.num_consts + place
+        is_known = is_gradient[place] or op.operands[at].is_free
+        if body.inputs[at].is_free and not is_known:
+            places.append(place)
+    return places
 
 
 # ---- what is stored

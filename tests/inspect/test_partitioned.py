@@ -9,7 +9,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.inspect.activations import over_tensor, saved_arrays
-from jshard.inspect.partitioned import ArrayForm, model_collectives, partitioned_step
+from jshard.inspect.partitioned import ArrayForm, partitioned_step
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.overrides import override
 from jshard.train import load_model_file
@@ -45,7 +45,7 @@ def compiled_bytes(model, loss, batch):
 
 def predicted_bytes(model, loss, batch):
     result = collections.Counter()
-    for collective, count in model_collectives(model, loss, batch).items():
+    for collective, count in partitioned_step(model, loss, batch).collectives.items():
         result[collective.kind, collective.axes] += collective.full_bytes * count
     return result
 
