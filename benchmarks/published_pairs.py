@@ -16,7 +16,7 @@ from typing import Any, Literal
 from benchmarks.published_pipelines import Pipeline, StepCost, pipeline_cost, step_cost
 from benchmarks.published_pytorch import EagerMicrobatch, PyTorchProgram, eager_microbatch
 from benchmarks.published_sums import more_once_s
-from benchmarks.published_tensor import divided_s
+from benchmarks.published_tensor import divided_s, sums_s
 from benchmarks.stage_traces import StageTraces
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.costs import Costs
@@ -159,11 +159,14 @@ def _eager(
         kept_logits=entry.get("kept_logits", False),
         whole_sums=entry.get("whole_sums", False),
         broadcasts=entry.get("broadcasts", False),
+        blocking_sums=entry.get("blocking_sums", False),
+        sums_each_product=entry.get("sums_each_product", False),
     )
     microbatch = eager_microbatch(program, costs.recipe, mesh, rows=rows, assumptions=costs.machine.assumptions)
+    over_tensor_s = divided_s(program, costs, mesh, rows=rows) + sums_s(program, costs, mesh, _units(entry), rows=rows)
     return dataclasses.replace(
         microbatch,
-        more_s=microbatch.more_s + divided_s(program, costs, mesh, rows=rows),
+        more_s=microbatch.more_s + over_tensor_s,
         more_once_s=more_once_s(program, costs, mesh, _units(entry), is_stage=is_stage),
     )
 

@@ -106,6 +106,8 @@ class PyTorchProgram:
         kept_logits: the logits of a microbatch stay until those of the next one are computed.
         whole_sums: gradients are all-reduced whole, in float32, and each device takes its part of them.
         broadcasts: each device has whole parameters, which it sends to all others once a step.
+        blocking_sums: nothing is computed while values are added over `tensor`.
+        sums_each_product: cotangents of a value that several products take are added over `tensor` for each of them.
     """
 
     remat: str
@@ -117,6 +119,8 @@ class PyTorchProgram:
     kept_logits: bool = False
     whole_sums: bool = False
     broadcasts: bool = False
+    blocking_sums: bool = False
+    sums_each_product: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,11 @@ norms and sums. Megatron and others divide both tables, the head and the loss by
 also divide what is between the products, by tokens: no device reads or writes more than its part of anything.
 
 Source: Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.
+
+The compiler adds cotangents over `tensor` beside the products of gradients of weights. In programs whose layers call an
+all-reduce as an operation of its own, nothing runs beside it: `copy_to_tensor_model_parallel_region` in
+megatron/mpu/layers.py of bigscience-workshop/Megatron-DeepSpeed, and in src/scaling/core/nn/linear of
+Aleph-Alpha/scaling. There each product of columns has one, also both products that read the input of a gated MLP.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections.abc import Mapping
 from benchmarks.published_pytorch import PyTorchProgram
 from benchmarks.stage_traces import StageTraces
 from jshard.cluster.assumptions import Assumptions
+from jshard.cluster.compile import UnitSettings, Variant
 from jshard.cluster.costs import Costs
 from jshard.cluster.model_costs import kernel_times, without_parameter_work
 from jshard.cluster.model_traces import ModelTraces, alike
@@ -25,7 +31,7 @@ from jshard.inspect.partitioned import MODEL_AXES
 from jshard.inspect.traced_work import KernelWork
 from jshard.plans.mesh import CONTEXT, TENSOR
 from jshard.plans.plan import ShardPlan
-from jshard.recipes.recipe import Recipe
+from jshard.recipes.recipe import Recipe, gathers_once
 
 _ITEMSIZE = 2  # of 16 bits
 
@@ -44,6 +50,38 @@ def divided_s(program: PyTorchProgram, costs: Costs, mesh: Mapping[str, int], *,
     assumptions = costs.machine.assumptions
     more_s = split_head_s(costs.recipe, mesh, rows=rows, whole=program.whole_logits, assumptions=assumptions)
     return more_s + _split_traffic_s(program, costs, mesh, rows)
+
+
+def sums_s(program: PyTorchProgram, costs: Costs, mesh: Mapping[str, int], units: UnitSettings, *, rows: int) -> float:
+    """Returns how much longer a microbatch waits for sums over `tensor` than in jshard's program.
+
+    Args:
+        program: how it is written.
+        costs: of the model, or of a stage.
+        mesh: degrees of its axes.
+        units: settings of the layers.
+        rows: the sequences of a microbatch.
+    """
+    # Of parameters that are gathered in each microbatch, communication is hidden as well.
+    if mesh.get(TENSOR, 1) == 1 or not gathers_once(costs.recipe):
+        return 0.0
+    more_s = 0.0
+    if program.blocking_sums:
+        cost = costs.of(Variant(name="a step", mesh=mesh, units=units))
+        hidden_s = cost.communication_s - cost.exposed_s
+        more_s += (hidden_s - cost.work.slowdown_s) / costs.recipe.accumulate
+    if program.sums_each_product and not program.split_sequence:
+        more_s += _more_sums_s(costs.recipe, mesh, rows, costs.machine.assumptions)
+    return more_s
+
+
+def _more_sums_s(recipe: Recipe, mesh: Mapping[str, int], rows: int, assumptions: Assumptions) -> float:
+    """Returns the time of sums of cotangents beyond one for each value: one more in the gated MLP of each layer."""
+    config = recipe.model
+    if not hasattr(config, "n_kv_head"):  # as in gpt.py, whose MLP has no gate
+        return 0.0
+    sum_bytes = _ITEMSIZE * _tokens(recipe, mesh, rows) * config.d_model
+    return config.n_layer * assumptions.transfer_s("all-reduce", sum_bytes, range(mesh[TENSOR]))
 
 
 def tables_elsewhere(costs: Costs, plan: ShardPlan, *, tensor: int, is_stage: bool) -> dict[str, float]:

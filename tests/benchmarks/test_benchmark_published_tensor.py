@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.published_pytorch import PyTorchProgram
 from benchmarks.published_sums import broadcasts_s, more_once_s, whole_sums_s
-from benchmarks.published_tensor import divided_s, split_head_s, tables_elsewhere
+from benchmarks.published_tensor import divided_s, split_head_s, sums_s, tables_elsewhere
 from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Costs
 from jshard.cluster.machine import PlannedCluster, assumptions_of
@@ -113,6 +113,41 @@ def test_devices_along_tensor_have_a_part_of_both_tables_and_a_stage_has_one(cos
     assert sorted(whole.values()) == [0.75, 0.75]
     assert sorted(tables_elsewhere(costs, plan, tensor=4, is_stage=True).values()) == [0.75, 1.0]
     assert whole.keys() == tables_elsewhere(costs, plan, tensor=1, is_stage=True).keys()
+
+
+# ---- sums over tensor
+
+
+def sums_on(mesh, costs, **changes):
+    return sums_s(program(**changes), costs, mesh, UNITS, rows=ROWS)
+
+
+def test_without_tensor_or_its_words_sums_are_as_planned(costs):
+    assert sums_on(mesh_of(1), costs, blocking_sums=True, sums_each_product=True) == 0.0
+    assert sums_on(mesh_of(4), costs) == 0.0
+
+
+def test_blocking_sums_hide_nothing(costs):
+    """A microbatch then waits for all that is sent, and computes as fast as beside nothing."""
+    mesh = mesh_of(4)
+    cost = costs.of(Variant(name="", mesh=mesh, units=UNITS))
+    more_s = 4 * sums_on(mesh, costs, blocking_sums=True)
+    assert more_s > 0
+    alone_s = cost.work.microbatches_s + cost.work.update_s
+    assert cost.step_s + more_s == pytest.approx(alone_s + cost.communication_s)
+
+
+def test_each_product_of_a_gated_mlp_has_a_sum_of_its_own(costs):
+    mesh = mesh_of(4)
+    more_s = sums_on(mesh, costs, sums_each_product=True)
+    sum_s = CLUSTER.machine.assumptions.transfer_s("all-reduce", 2 * ROWS * 2048 * 1024, range(4))
+    assert more_s == pytest.approx(8 * sum_s)
+    assert sums_on(mesh, costs, sums_each_product=True, split_sequence=True) == 0.0
+
+
+def test_communication_of_each_microbatch_stays_hidden(costs):
+    each = Costs(LLAMA, override(costs.recipe, ("sync=each",)), CLUSTER.machine, traces=costs.traces)
+    assert sums_on(mesh_of(4), each, blocking_sums=True) == 0.0
 
 
 # ---- what is sent once a step
