@@ -21,9 +21,9 @@ import optax
 import jshard as js
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.compile import Variant
-from jshard.cluster.layer_rounds import LayerRound, played
+from jshard.cluster.layer_rounds import Awaited, LayerRound, played, spread
 from jshard.cluster.machine import Machine
-from jshard.cluster.model_costs import KernelTimes, ModelTraffic, kernel_times, without_parameter_work
+from jshard.cluster.model_costs import KernelTimes, ModelTraffic, Place, kernel_times, without_parameter_work
 from jshard.cluster.model_traces import Degrees, ModelTraces, Settings, alike
 from jshard.cluster.predicted_stages import (
     check_divides,
@@ -116,6 +116,8 @@ class Collectives:
     row: str = ""  # of layers that have one of them each, beside the computation of a neighbour
     is_first: bool = False  # it ends before the other gathers of its layer begin
     in_layers: int = 0  # of how many layers they are a part, each of which waits for its own; 0 if of none
+    expected_s: float = 0.0  # what the compiler expects each to take; 0 if it runs them one after another
+    places: tuple[Place, ...] = ()  # in a layer, whose computation is 1; empty if unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +198,8 @@ class Costs:
             *self._copies_of_activations(memory),
             *self._between_data_shards(plan, computed.between_data_shards),
         ]
+        if not self.machine.overlaps_beside(memory.held_bytes):
+            collectives = [dataclasses.replace(equal, is_alone=True, row="", in_layers=0) for equal in collectives]
         times = computed.times.with_shards(self.traces.size_of_shards(plan, remat, alike(axes)))
         work = self._work(plan, recipe, times)
         phases = _phases(work.microbatches_s / recipe.accumulate, times)
@@ -318,17 +322,26 @@ class Costs:
 
     def _over_model_axes(self, plan: ShardPlan, computed: _Microbatch) -> Iterator[Collectives]:
         """Yields the collectives of the model over its own axes."""
+        phases = computed.times.phases
         for traffic in computed.over_model_axes:
             each_s = traffic.seconds(dict(plan.mesh), self.machine.assumptions)
             # The next operation needs the result. Only what goes round a ring is sent beside the computation.
             if traffic.kind == "collective-permute":
                 yield Collectives("backward", traffic.count, each_s, is_alone=False)
                 continue
+            num_layers = self.traces.num_layers
+            in_phases = {phase: _places_in_layer(traffic, times.places, num_layers) for phase, times in phases.items()}
+            if any(in_phases.values()):
+                for phase, places in in_phases.items():
+                    count = len(places) * num_layers
+                    if count:
+                        yield Collectives(phase, count, each_s, is_alone=True, in_layers=num_layers, places=places)
+                continue
             # A phase has as much of it as of the computation.
-            for phase, of_kernels in computed.times.phases.items():
+            for phase, of_kernels in phases.items():
                 count = traffic.count * of_kernels.layers_s / max(computed.times.layers_s, sys.float_info.min)
                 if count:
-                    yield Collectives(phase, count, each_s, is_alone=True, in_layers=self.traces.num_layers)
+                    yield Collectives(phase, count, each_s, is_alone=True, in_layers=num_layers)
 
     # ---- times
 
@@ -437,7 +450,15 @@ def _collectives(plan: ShardPlan, machine: Machine) -> Iterator[Collectives]:
             is_exchange = transfer.kind == "all-to-all" and bool(plan.stages)
             is_alone = unit.name == root.name or waits_for_gather or is_exchange
             row = "" if is_alone or count == 1 else folded.name
-            yield Collectives(transfer.phase, count, transfer.seconds, is_alone, row, transfer.is_first)
+            yield Collectives(
+                transfer.phase,
+                count,
+                transfer.seconds,
+                is_alone,
+                row,
+                is_first=transfer.is_first,
+                expected_s=transfer.expected_s,
+            )
 
 
 def _once_s(plan: ShardPlan, assumptions: Assumptions) -> float:
@@ -472,7 +493,19 @@ class _LayerTransfer:
     phase: str  # `forward` or `backward`
     kind: str
     seconds: float
+    expected_s: float  # what the compiler expects it to take; 0 if it runs collectives one after another
     is_first: bool = False  # it ends before the other gathers of the layer begin
+
+    @classmethod
+    def of(
+        cls, phase: str, kind: str, num_bytes: float, group: Sequence[int], machine: Machine, *, is_first: bool = False
+    ) -> _LayerTransfer:
+        """Returns the collective of a group that sends so many bytes."""
+        expected_s = 0.0
+        if machine.expected_assumptions is not None:
+            expected_s = machine.expected_assumptions.transfer_s(kind, num_bytes, group)
+        seconds = machine.assumptions.transfer_s(kind, num_bytes, group)
+        return cls(phase, kind, seconds, expected_s, is_first)
 
 
 def _layer_transfers(plan: ShardPlan, unit: UnitPlan, layers: int, machine: Machine) -> Iterator[_LayerTransfer]:
@@ -487,7 +520,7 @@ def _layer_transfers(plan: ShardPlan, unit: UnitPlan, layers: int, machine: Mach
         group = group_along(degrees, traffic.axes)[:: traffic.apart][: traffic.group_size]
         layer_bytes = traffic.full_bytes / layers
         if traffic.kind != "all-gather":
-            yield _LayerTransfer(phase, traffic.kind, machine.assumptions.transfer_s(traffic.kind, layer_bytes, group))
+            yield _LayerTransfer.of(phase, traffic.kind, layer_bytes, group, machine)
             continue
         of_axes = [gather for gather in gathers if gather.axes == traffic.axes]
         bytes_of_axes = sum(gather.num_bytes for gather in of_axes)
@@ -495,8 +528,7 @@ def _layer_transfers(plan: ShardPlan, unit: UnitPlan, layers: int, machine: Mach
             of_axes, bytes_of_axes = gathers, total_bytes
         for gather in of_axes:
             sent_bytes = layer_bytes * gather.num_bytes / bytes_of_axes
-            seconds = machine.assumptions.transfer_s(traffic.kind, sent_bytes, group)
-            yield _LayerTransfer(phase, traffic.kind, seconds, gather.is_first)
+            yield _LayerTransfer.of(phase, traffic.kind, sent_bytes, group, machine, is_first=gather.is_first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -564,6 +596,24 @@ class _Phase:
     total_s: float
     layers_s: float  # the part that is in layers
     independent_s: float  # of this, what nothing in a layer waits for
+    attention_s: float  # of layers_s, attention in one kernel
+    kernel_s: float  # how much of a kernel is left at any time, in the mean
+
+
+def _places_in_layer(traffic: ModelTraffic, places: Iterable[Place], num_layers: int) -> tuple[Place, ...]:
+    """Returns where a layer in the middle has collectives of one kind, as parts of its computation."""
+    in_layer = []
+    for place in places:
+        if place.kind != traffic.kind or place.axes != set(traffic.axes):
+            continue
+        if place.rounds > 1:
+            in_layer.append(place)
+            continue
+        layer = num_layers // 2
+        start = place.start * num_layers - layer
+        if 0 <= start < 1:
+            in_layer.append(dataclasses.replace(place, start=start, end=min(1.0, place.end * num_layers - layer)))
+    return tuple(in_layer)
 
 
 def _phases(microbatch_s: float, times: KernelTimes) -> dict[str, _Phase]:
@@ -580,6 +630,8 @@ def _phases(microbatch_s: float, times: KernelTimes) -> dict[str, _Phase]:
             total_s=scale * of_kernels.total_s,
             layers_s=scale * of_kernels.layers_s,
             independent_s=scale * of_kernels.independent_s,
+            attention_s=scale * of_kernels.attention_s,
+            kernel_s=scale * of_kernels.kernel_s,
         )
     return phases
 
@@ -594,28 +646,63 @@ class _HiddenParts:
 
 
 def _layer_round(
-    row: Sequence[Collectives], in_layers: Sequence[Collectives], phase: _Phase, num_layers: float
+    row: Sequence[Collectives],
+    in_layers: Sequence[Collectives],
+    phase: _Phase,
+    num_layers: float,
+    assumptions: Assumptions,
 ) -> LayerRound:
     """Returns what a device does while one layer computes, with the collectives of its neighbours and its own."""
     first_s = 0.0
     sent_s = []
+    expected_s = []
     for equal in row:
         if equal.is_first:
             first_s += equal.each_s
-        else:
-            sent_s.append(equal.each_s)
-    alone_s: list[float] = []
-    for equal in in_layers:
-        per_layer = equal.count / num_layers
-        num_equal = max(1, round(per_layer))
-        alone_s += [equal.each_s * per_layer / num_equal] * num_equal
+            continue
+        sent_s.append(equal.each_s)
+        # Between sums over `tensor`, whose places only the compiler knows, it starts the others as late as it can.
+        if equal.expected_s and all(own.places for own in in_layers):
+            expected_s.append(equal.expected_s)
+    # The compiler knows nothing of attention kernels, and of no device that is slower than others.
+    expected_compute_s = (phase.layers_s - phase.attention_s) / (1 + assumptions.straggling)
+    compute_s = phase.layers_s / num_layers
     return LayerRound(
-        compute_s=phase.layers_s / num_layers,
+        compute_s=compute_s,
         first_s=first_s,
         sent_s=tuple(sent_s),
-        alone_s=tuple(alone_s),
-        beside_alone_s=phase.independent_s / num_layers,
+        expected_s=tuple(expected_s),
+        expected_pace=expected_compute_s / max(phase.layers_s, sys.float_info.min),
+        kernel_s=phase.kernel_s,
+        awaited=_awaited(in_layers, compute_s, phase.independent_s / num_layers, num_layers),
     )
+
+
+def _awaited(
+    in_layers: Sequence[Collectives], compute_s: float, independent_s: float, num_layers: float
+) -> tuple[Awaited, ...]:
+    """Returns the collectives that a layer waits for, in order.
+
+    Args:
+        in_layers: equal ones of all layers.
+        compute_s: the layer's computation.
+        independent_s: of this, what waits for none of them.
+        num_layers: of the model.
+    """
+    of_unknown_place: list[float] = []
+    awaited: list[Awaited] = []
+    num_known = sum(len(equal.places) for equal in in_layers)
+    for equal in in_layers:
+        for place in equal.places:
+            start_s = place.start * compute_s
+            end_s = max(place.end * compute_s, start_s + independent_s / num_known)
+            awaited.append(Awaited(equal.each_s, start_s, min(compute_s, end_s)))
+        if not equal.places:
+            per_layer = equal.count / num_layers
+            num_equal = max(1, round(per_layer))
+            of_unknown_place += [equal.each_s * per_layer / num_equal] * num_equal
+    awaited += spread(of_unknown_place, compute_s, independent_s)
+    return tuple(sorted(awaited, key=lambda collective: collective.end_s))
 
 
 def _with_others(others: Sequence[Collectives], phase: _Phase, hidden: _HiddenParts, contention: float) -> _HiddenParts:
@@ -666,8 +753,8 @@ def _hidden_in_phase(collectives: Sequence[Collectives], phase: _Phase, machine:
     slowdown_s = 0.0
     for row in rows.values():
         count = row[0].count if row else num_layers
-        alone = _layer_round((), in_layers, phase, num_layers)
-        beside = _layer_round(row, in_layers, phase, num_layers)
+        alone = _layer_round((), in_layers, phase, num_layers, machine.assumptions)
+        beside = _layer_round(row, in_layers, phase, num_layers, machine.assumptions)
         for layer, rounds in ((alone, 1), (beside, count - 1)):
             result = played(layer, machine.assumptions.contention)
             communication_s += rounds * layer.communication_s

@@ -1,15 +1,41 @@
 """Plays what a layer computes and sends, as the compiler schedules it, on a stream for each.
 
 While a layer computes, the parameters of the next one are gathered, and the gradients of the one before are reduced.
-The compiler starts a collective as late as suffices, and the layer ends when all of them have ended. On the links they
-run one after another: what does not fit beside the computation is waited for. A collective that the layer itself waits
-for queues behind those that have started.
+The compiler starts a collective as late as suffices, and the layer ends when all of them have ended. What suffices is
+what it expects of computation and collectives. Where it lets only one run at a time, they end one after another. Where
+several may run at once, it starts each as if it were alone. On the links they run one after another anyway: what does
+not fit beside the computation is waited for. A collective that the layer itself waits for queues behind those that have
+started.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """A collective that a layer waits for, and the places in its computation where it starts and where it must end."""
+
+    seconds: float
+    start_s: float
+    end_s: float
+
+
+def spread(seconds: Sequence[float], compute_s: float, beside_s: float = 0.0) -> tuple[Awaited, ...]:
+    """Returns collectives that a layer waits for at equal distances, where nothing else is known.
+
+    Args:
+        seconds: of each.
+        compute_s: the layer's computation.
+        beside_s: the computation that waits for none of these.
+    """
+    awaited = []
+    for number, each_s in enumerate(seconds, start=1):
+        end_s = number * compute_s / len(seconds)
+        awaited.append(Awaited(each_s, max(0.0, end_s - beside_s / len(seconds)), end_s))
+    return tuple(awaited)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,20 +46,24 @@ class LayerRound:
         compute_s: the layer's computation.
         first_s: gathers that end before the others begin.
         sent_s: the other gathers for the next layer, and reductions of the layer before.
-        alone_s: collectives of the layer itself, which it waits for.
-        beside_alone_s: the computation that waits for none of these.
+        expected_s: what the compiler expects each of these to take; empty if it runs them one after another.
+        expected_pace: how long it expects computation to take, relative to what it does.
+        kernel_s: how much of a kernel is left at any time in the mean; no collective starts in the middle of one.
+        awaited: collectives of the layer itself, in the order in which it waits for them.
     """
 
     compute_s: float
     first_s: float = 0.0
     sent_s: tuple[float, ...] = ()
-    alone_s: tuple[float, ...] = ()
-    beside_alone_s: float = 0.0
+    expected_s: tuple[float, ...] = ()
+    expected_pace: float = 1.0
+    kernel_s: float = 0.0
+    awaited: tuple[Awaited, ...] = ()
 
     @property
     def communication_s(self) -> float:
         """Returns the time of all collectives, one after another."""
-        return self.first_s + sum(self.sent_s) + sum(self.alone_s)
+        return self.first_s + sum(self.sent_s) + sum(collective.seconds for collective in self.awaited)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,25 +106,59 @@ class _Event:
 
 def _events(layer: LayerRound) -> Sequence[_Event]:
     """Returns the events of a layer, in order."""
-    events = []
-    start_s = layer.compute_s
-    for seconds in sorted(layer.sent_s):
-        start_s = max(0.0, start_s - seconds)
-        events.append(_Event(start_s, seconds))
+    events = _started_together(layer) if layer.expected_s else _started_in_turn(layer)
+    start_s = min((event.position_s for event in events), default=layer.compute_s)
     if layer.first_s:
         # The others begin when it has ended.
         start_s = max(start_s, min(layer.first_s, layer.compute_s))
         events = [dataclasses.replace(event, position_s=max(event.position_s, start_s)) for event in events]
         events += [_Event(start_s - min(start_s, layer.first_s), layer.first_s), _Event(start_s, is_wait=True)]
-    beside_each_s = layer.beside_alone_s / max(len(layer.alone_s), 1)
-    for number, seconds in enumerate(layer.alone_s, start=1):
-        end_s = number * layer.compute_s / len(layer.alone_s)
-        if beside_each_s:
-            events += [_Event(max(0.0, end_s - beside_each_s), seconds), _Event(end_s, is_wait=True)]
+    for collective in layer.awaited:
+        if collective.start_s < collective.end_s:
+            events += [_Event(collective.start_s, collective.seconds), _Event(collective.end_s, is_wait=True)]
         else:
-            events.append(_Event(end_s, seconds, is_wait=True))
+            events.append(_Event(collective.end_s, collective.seconds, is_wait=True))
     # At the same place, what is waited for has started before.
-    return sorted(events, key=lambda event: (event.position_s, event.seconds > 0))
+    return sorted(events, key=lambda event: (event.position_s, not event.is_wait))
+
+
+def _started_in_turn(layer: LayerRound) -> list[_Event]:
+    """Returns the starts of collectives that end one after another, the last one with the layer."""
+    events = []
+    start_s = layer.compute_s
+    for seconds in sorted(layer.sent_s):
+        start_s = max(0.0, start_s - seconds)
+        events.append(_Event(start_s, seconds))
+    return events
+
+
+def _started_together(layer: LayerRound) -> list[_Event]:
+    """Returns the starts of collectives that all end with the layer, as the compiler expects."""
+    events = []
+    for seconds, expected_s in zip(layer.sent_s, layer.expected_s, strict=True):
+        events.append(_Event(_expected_start_s(layer, expected_s), seconds))
+    return events
+
+
+def _expected_start_s(layer: LayerRound, before_end_s: float) -> float:
+    """Returns the place in a layer's computation from which it takes so long, as the compiler expects.
+
+    Collectives that it waits for take their part of that time.
+    """
+    left_s = before_end_s
+    place_s = layer.compute_s
+    kernel_begins_s = 0.0  # at the latest: what is awaited is awaited before a kernel
+    for collective in reversed(layer.awaited):
+        computed_s = (place_s - collective.end_s) * layer.expected_pace
+        if left_s <= computed_s:
+            kernel_begins_s = collective.end_s
+            break
+        left_s -= computed_s
+        place_s = collective.end_s
+        beside_s = (collective.end_s - collective.start_s) * layer.expected_pace
+        left_s -= max(0.0, collective.seconds - beside_s)
+    start_s = place_s - max(0.0, left_s) / layer.expected_pace
+    return max(0.0, kernel_begins_s, start_s - layer.kernel_s)
 
 
 class _Streams:

@@ -17,6 +17,7 @@ from jshard.cluster.topology import Topology
 from jshard.errors import ShardingError
 from jshard.facts.device_facts import Bounds
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
+from jshard.facts.gpu_target import NvidiaTarget
 from jshard.inspect.hlo import Schedule
 from jshard.plans.mesh import device_reduces_before_gathers
 
@@ -48,6 +49,13 @@ _NCCL_LATENCY_S = 14e-6
 _NCCL_FAST_HOP_S = 1.9e-6
 _NCCL_SLOW_HOP_S = 4e-6
 _LAUNCH_S = 1e-6  # developer.nvidia.com/blog/cuda-graphs: 3.8 us a kernel that runs for 2.9 us
+# XLA's scheduler for GPUs leaves a fifth of the memory free. Of a program whose arguments alone take more, it starts
+# nothing early, because that takes memory.
+_SCHEDULED_MEMORY = 0.8
+# What XLA's scheduler of jaxlib 0.10 expects a large collective to reach on a network adapter, by its own log with
+# TF_CPP_VMODULE=sol_latency_estimator=10: 25 and 50 GB/s, less the preparation of chunks. On other devices it has no
+# such model, or runs collectives one after another.
+_EXPECTED_SLOW_BYTES_PER_S = {9: 20.5e9, 10: 43e9}  # by compute capability
 
 
 def assumptions_of(topology: Topology) -> Assumptions:
@@ -102,6 +110,27 @@ class Machine:
         """Returns whether a loop reduces the gradients of an iteration before it gathers much for the next one."""
         platform = "" if self.device is None else self.device.platform
         return device_reduces_before_gathers(self.device, platform)
+
+    def overlaps_beside(self, held_bytes: int) -> bool:
+        """Returns whether the compiler lets collectives overlap with computation.
+
+        Args:
+            held_bytes: what a device holds between steps.
+        """
+        if self.capacity_bytes is None or self.device is None or self.device.platform != "gpu":
+            return True
+        return held_bytes <= _SCHEDULED_MEMORY * self.capacity_bytes
+
+    @property
+    def expected_assumptions(self) -> Assumptions | None:
+        """Returns what the compiler expects of collectives between hosts, if it starts several at a time; else None."""
+        target = None if self.device is None else self.device.target
+        if not isinstance(target, NvidiaTarget) or self.num_devices <= self.near:
+            return None
+        slow_bytes_per_s = _EXPECTED_SLOW_BYTES_PER_S.get(target.major)
+        if slow_bytes_per_s is None:
+            return None
+        return dataclasses.replace(self.assumptions, slow_bytes_per_s=slow_bytes_per_s)
 
     @property
     def ties_small_gathers(self) -> bool:

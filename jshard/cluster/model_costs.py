@@ -11,7 +11,7 @@ from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.hlo.work import OpWork
 from jshard.inspect.partitioned import ModelCollective
 from jshard.inspect.traced_program import BACKWARD, FORWARD
-from jshard.inspect.traced_work import KernelWork
+from jshard.inspect.traced_work import AwaitedCollective, KernelWork
 from jshard.plans.mesh import TENSOR
 
 # ---- what it sends over `tensor`, `context` and `expert`
@@ -113,22 +113,53 @@ _LEAST_GROWTH = 1e-6  # of what a kernel reads and writes, from an empty batch; 
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a collective of the model is in the computation of the layers of a phase, of which all are 1.
+
+    Attributes:
+        kind: of the collective.
+        axes: over which it runs.
+        rounds: of its loop; 1 if the layers are in none.
+        start: where it starts.
+        end: where its result is needed.
+    """
+
+    kind: str
+    axes: frozenset[str]
+    rounds: int
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
 class ComputedPhase:
     """The computation of one phase of a microbatch."""
 
     total_s: float = 0.0
     layers_s: float = 0.0  # the part that is in layers
     independent_s: float = 0.0  # of this, what nothing in a layer waits for
+    attention_s: float = 0.0  # of layers_s, attention in one kernel
+    squares_s2: float = 0.0  # the squares of its kernels' times, of those in layers
+    places: tuple[Place, ...] = ()  # of collectives in layers
 
-    def with_kernel(self, kernel: KernelWork, seconds: float) -> ComputedPhase:
-        """Returns the times with a kernel, which takes some seconds in all its rounds."""
+    @property
+    def kernel_s(self) -> float:
+        """Returns how much of a kernel in a layer is left at any time, in the mean."""
+        return self.squares_s2 / (2 * self.layers_s) if self.layers_s else 0.0
+
+    def with_kernel(self, kernel: KernelWork, each_s: float) -> ComputedPhase:
+        """Returns the times with a kernel, which takes some seconds in each of its rounds, if it has any."""
+        seconds = kernel.rounds * each_s
         total_s = self.total_s + seconds
         if not kernel.in_layer:
             return dataclasses.replace(self, total_s=total_s)
-        return ComputedPhase(
-            total_s,
-            self.layers_s + seconds,
-            self.independent_s + kernel.is_independent * seconds,
+        return dataclasses.replace(
+            self,
+            total_s=total_s,
+            layers_s=self.layers_s + seconds,
+            independent_s=self.independent_s + kernel.is_independent * seconds,
+            attention_s=self.attention_s + (kernel.work.kind == "attention") * seconds,
+            squares_s2=self.squares_s2 + seconds * each_s,
         )
 
 
@@ -191,19 +222,23 @@ def kernel_times(kernels: Iterable[KernelWork], assumptions: Assumptions) -> Ker
     traffic_s = 0.0
     on_shards_s = 0.0
     phases = {FORWARD: ComputedPhase(), BACKWARD: ComputedPhase()}
+    kernels = tuple(kernels)
     for kernel in kernels:
-        seconds = kernel.rounds * assumptions.compute_s(kernel.work)
+        each_s = assumptions.compute_s(kernel.work)
         if kernel.is_on_shards:
-            launch_s = kernel.rounds * assumptions.launch_s
-            on_shards_s += seconds - launch_s
-            seconds = launch_s
-        phases[kernel.phase] = phases[kernel.phase].with_kernel(kernel, seconds)
+            on_shards_s += kernel.rounds * (each_s - assumptions.launch_s)
+            each_s = assumptions.launch_s
+        seconds = kernel.rounds * each_s
+        phases[kernel.phase] = phases[kernel.phase].with_kernel(kernel, each_s)
         if kernel.work.products:
             products_s += seconds
             alone = OpWork(kernel.work.products)
             large_products_s += kernel.rounds * large_products.compute_s(alone)
         else:
             traffic_s += seconds
+    for name, phase in phases.items():
+        of_layers = [kernel for kernel in kernels if kernel.phase == name and kernel.in_layer]
+        phases[name] = dataclasses.replace(phase, places=tuple(_places(of_layers, assumptions)))
     return KernelTimes(
         products_s=large_products_s,
         small_products_s=products_s - large_products_s,
@@ -211,3 +246,20 @@ def kernel_times(kernels: Iterable[KernelWork], assumptions: Assumptions) -> Ker
         phases=phases,
         on_shards_s=on_shards_s,
     )
+
+
+def _places(of_layers: Sequence[KernelWork], assumptions: Assumptions) -> Iterator[Place]:
+    """Yields the places of collectives among the kernels of a phase's layers; of those in a loop, if there is one."""
+    rounds = max((kernel.rounds for kernel in of_layers), default=1)
+    in_loop = [kernel for kernel in of_layers if kernel.rounds == rounds]
+    if not any(kernel.starts or kernel.waits for kernel in in_loop):
+        return
+    total_s = sum(assumptions.compute_s(kernel.work) for kernel in in_loop)
+    starts: dict[AwaitedCollective, float] = {}
+    before_s = 0.0
+    for kernel in in_loop:
+        starts |= dict.fromkeys(kernel.starts, before_s / total_s)
+        for collective in kernel.waits:
+            start = starts.pop(collective, before_s / total_s)
+            yield Place(collective.kind, collective.axes, rounds, start, before_s / total_s)
+        before_s += assumptions.compute_s(kernel.work)

@@ -65,7 +65,8 @@ _OF_GRADIENTS = COLLECTIVES | frozenset(
     "add_any broadcast_in_dim concatenate convert_element_type div mul slice split".split()
 )
 _SCATTERS = frozenset("all_to_all psum_scatter reduce_scatter".split())  # of whole gradients, to shards of sums
-_LAYER_SCOPE = re.compile(r"jshard\[[^\]]*\d\]")  # of a unit in a list
+# Of a unit in a list; and of the call of a unit, which is part of the program around it where the unit has regions.
+_LAYER_SCOPE = re.compile(r"jshard\[[^\]]*\d\]|jshard\[[^\]]*\]\)*/(forward|backward)")
 _WITH_OWN_BODIES = _LOOPS | frozenset("custom_partitioning pallas_call reduce scatter scatter-add".split())
 
 

@@ -1,8 +1,9 @@
 """The work of a traced program on one device: its products, what its kernels read and write, and what it sends."""
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from jax.extend import core as jex
 
@@ -12,6 +13,7 @@ from jshard.inspect.hlo.work import EqualProducts, OpWork
 from jshard.inspect.traced_program import (
     COLLECTIVES,
     FUSED,
+    KERNEL,
     READ,
     REDUCTION,
     UPDATE,
@@ -34,13 +36,30 @@ _KINDS = {
     "psum_invariant": "all-reduce",
     "pmax": "all-reduce",
     "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
 }
 _OF_DATA = frozenset((REPLICA, FSDP))
 
 
 @dataclasses.dataclass(frozen=True)
+class AwaitedCollective:
+    """A collective of a program over the model's own axes; equal ones have other numbers."""
+
+    kind: str  # by the name of its instruction
+    axes: frozenset[str]
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelWork:
-    """A kernel, and how often it runs."""
+    """A kernel, and how often it runs.
+
+    Attributes:
+        starts: collectives that start just before it.
+        waits: collectives of which it is the first to need the result.
+    """
 
     work: OpWork
     rounds: int
@@ -48,6 +67,8 @@ class KernelWork:
     in_layer: bool = False
     is_on_shards: bool = False  # of gradients: it has the less to do, the more devices there are
     is_independent: bool = False  # nothing in its layer waits for it
+    starts: tuple[AwaitedCollective, ...] = ()
+    waits: tuple[AwaitedCollective, ...] = ()
 
 
 def kernels(program: TracedProgram, *, rounds: int = 1) -> Iterator[KernelWork]:
@@ -58,12 +79,19 @@ def kernels(program: TracedProgram, *, rounds: int = 1) -> Iterator[KernelWork]:
         rounds: how often it runs.
     """
     reduced: set[frozenset[TracedValue]] = set()
-    for op in program.ops:
+    reduced_where_read = _reduced_where_read(program)
+    awaited: dict[TracedValue, AwaitedCollective] = {}  # by result, those for which nothing has waited
+    started: list[AwaitedCollective] = []  # since the kernel before
+    for number, op in enumerate(program.ops):
         for body in op.bodies:
             yield from kernels(body, rounds=rounds * op.rounds)
-        if not _is_kernel(op):
+        if op.name in _KINDS and _axes(op) and _OF_DATA.isdisjoint(_axes(op)):
+            collective = AwaitedCollective(_KINDS[op.name], frozenset(_axes(op)), number)
+            started.append(collective)
+            awaited |= dict.fromkeys(op.results, collective)
+        if not _is_kernel(op) or op in reduced_where_read:
             continue
-        reads = frozenset().union(*(operand.reads for operand in op.operands))
+        reads = _reads_of(op)
         if op.kind == REDUCTION and reads in reduced:
             continue
         reduced.add(reads)
@@ -74,7 +102,10 @@ def kernels(program: TracedProgram, *, rounds: int = 1) -> Iterator[KernelWork]:
             in_layer=op.in_layer,
             is_on_shards=_is_on_shards(op),
             is_independent=_is_independent(op),
+            starts=tuple(started),
+            waits=tuple({awaited.pop(value) for value in reads if value in awaited}),
         )
+        started = []
 
 
 def _is_kernel(op: TracedOp) -> bool:
@@ -83,6 +114,11 @@ def _is_kernel(op: TracedOp) -> bool:
         return False
     is_fused = op.kind in (FUSED, WINDOW)
     return op.is_stored or not is_fused
+
+
+def _reads_of(op: TracedOp) -> frozenset[TracedValue]:
+    """Returns the values that an operation reads from memory."""
+    return frozenset().union(*(operand.reads for operand in op.operands))
 
 
 def _is_on_shards(op: TracedOp) -> bool:
@@ -96,6 +132,81 @@ def _is_independent(op: TracedOp) -> bool:
     """Returns whether a kernel stores something for later, or multiplies for the gradient of a parameter."""
     is_stored_away = op.kind == UPDATE
     return is_stored_away or (bool(op.results) and all(result.is_free for result in op.results))
+
+
+# ---- reductions of rows, as in a softmax
+
+_MOST_IN_A_ROW = 2**15  # elements: what a block of threads holds in half of its registers
+_Users = Mapping[TracedValue, Collection[TracedOp | None]]  # which operations use a value; None is the program's end
+
+
+def _reduced_where_read(program: TracedProgram) -> Collection[TracedOp]:
+    """Returns the reductions that are part of the kernels that read their results.
+
+    A block of threads holds a row in its registers. So it reduces the row, and computes with the result and the same
+    row, as a softmax does, while it reads the row once. The result is needed nowhere else. XLA does so with rows that
+    products have made, as the scores of attention are, and not with those of a norm.
+    """
+    users = _users_in(program)
+    made = _results_of(program, KERNEL)
+    reduced = _results_of(program, REDUCTION)
+    readers: dict[TracedValue, list[frozenset[TracedValue]]] = collections.defaultdict(list)
+    for op in program.ops:
+        if op.kind == READ or not (op.bodies or _is_kernel(op)):
+            continue
+        reads = _reads_of(op)
+        for value in reads:
+            readers[value].append(reads)
+    found = set()
+    for op in program.ops:
+        if not _reduces_rows(op) or not _meets_its_row(op.results[0], users):
+            continue
+        row = _reads_of(op)
+        if made >= row - reduced and all(row <= reads for reads in readers[op.results[0]]):
+            found.add(op)
+    return found
+
+
+def _results_of(program: TracedProgram, kind: str) -> frozenset[TracedValue]:
+    """Returns the results of all operations of one kind."""
+    return frozenset(result for op in program.ops if op.kind == kind for result in op.results)
+
+
+def _users_in(program: TracedProgram) -> _Users:
+    """Returns the operations that use each value of a program."""
+    users: dict[TracedValue, set[TracedOp | None]] = collections.defaultdict(set)
+    for op in program.ops:
+        if op.kind == READ:
+            continue
+        for operand in op.operands:
+            users[operand].add(op)
+    for value in program.outputs:
+        users[value].add(None)
+    return users
+
+
+def _reduces_rows(op: TracedOp) -> bool:
+    """Returns whether an operation reduces the last dim of an array, of a size that registers hold."""
+    if op.kind != REDUCTION or not op.name.startswith("reduce_"):
+        return False
+    shape = type_of(op.eqn.invars[0]).shape
+    return tuple(op.eqn.params["axes"]) == (len(shape) - 1,) and shape[-1] <= _MOST_IN_A_ROW
+
+
+def _meets_its_row(reduced: TracedValue, users: _Users) -> bool:
+    """Returns whether one elementwise operation, perhaps after others on the result alone, spreads a result again."""
+    value = reduced
+    while len(users.get(value, ())) == 1:
+        (user,) = users[value]
+        if user is None or user.kind != FUSED:
+            return False
+        (value,) = user.results
+        if value.bytes > reduced.bytes:
+            return True
+    return False
+
+
+# ---- what a kernel does
 
 
 def _work_of(op: TracedOp, reads: frozenset[TracedValue]) -> OpWork:
@@ -180,7 +291,7 @@ class DataCollective:
 
     Attributes:
         kind: by the name of its instruction.
-        device_bytes: the array on one device.
+        device_bytes: the array on one device, or its part of it.
         rounds: how often it runs.
         phase: `forward` or `backward`.
     """
@@ -202,9 +313,11 @@ def data_collectives(program: TracedProgram, rounds: int = 1) -> Iterator[DataCo
             yield from data_collectives(body, rounds * op.rounds)
         if op.name not in _KINDS or not _OF_DATA.issuperset(_axes(op)):
             continue
+        kind = _KINDS[op.name]
         for operand, result in zip(op.operands, op.results, strict=False):
             if not operand.is_free and not result.is_free:
-                yield DataCollective(_KINDS[op.name], result.bytes, rounds, op.phase)
+                sent = operand if kind == "all-gather" else result
+                yield DataCollective(kind, sent.bytes, rounds, op.phase)
 
 
 def _axes(op: TracedOp) -> tuple[str, ...]:

@@ -3,7 +3,10 @@
 import pytest
 
 from benchmarks.stage_traces import StageTraces
+from jshard.cluster.machine import assumptions_of
+from jshard.cluster.model_costs import kernel_times
 from jshard.cluster.model_traces import ModelTraces
+from jshard.cluster.topology import parse_topology
 from jshard.recipes.overrides import override
 from tests.cluster.fake_compiler import GPT
 from tests.micro_gpt import micro
@@ -28,3 +31,13 @@ def test_a_model_of_fewer_layers_is_the_same_program_in_fewer_rounds(remat, axes
     assert [(traffic.kind, traffic.count) for traffic in sent] == [
         (traffic.kind, traffic.count) for traffic in own_sent
     ]
+
+
+def test_a_loop_without_rounds_takes_no_time():
+    """Of a stage with a single layer nothing is left for the loop of the whole model."""
+    whole = ModelTraces(GPT, override(micro(), ("model.scan=true", "model.n_layer=11")))
+    kernels = StageTraces(whole, override(micro(), ("model.scan=true", "model.n_layer=1"))).step(24, "full", ()).kernels
+    h100 = assumptions_of(parse_topology("h100:1x8"))
+    times = kernel_times(kernels, h100)
+    assert times.total_s == pytest.approx(kernel_times([kernel for kernel in kernels if kernel.rounds], h100).total_s)
+    assert any(kernel.rounds == 0 for kernel in kernels)

@@ -156,6 +156,29 @@ def test_all_computation_can_hide_is_hidden():
     assert nothing_ahead.exposed_s > found.exposed_s
 
 
+def test_nothing_is_hidden_where_the_state_alone_fills_the_memory():
+    """XLA's scheduler starts a collective early only where there is memory for its result."""
+    costs = costs_of(HOST, *SETTINGS)
+    held_bytes = cost(costs).memory.held_bytes
+    small = dataclasses.replace(costs.machine, capacity_bytes=int(1.2 * held_bytes))
+    found = cost(costs.on(small, settings=SETTINGS))
+    assert found.exposed_s == pytest.approx(found.communication_s)
+    assert cost(costs).exposed_s < 0.9 * found.exposed_s
+    assert cost(costs.on(dataclasses.replace(small, device=None), settings=SETTINGS)).exposed_s == cost(costs).exposed_s
+
+
+def test_collectives_between_hosts_start_as_early_as_the_scheduler_takes_them_for_slow():
+    """In one host, and on an A100, they end one after another; so they do beside sums over `tensor`."""
+    assert HOST.machine.expected_assumptions is None
+    assert cluster_of("a100-80:2x8").machine.expected_assumptions is None
+    hosts = cluster_of("h100:2x8").machine
+    assert hosts.expected_assumptions is not None
+    group = range(16)
+    expected_s = hosts.expected_assumptions.transfer_s("all-gather", 1e9, group)
+    assert 1.5 < expected_s / hosts.assumptions.transfer_s("all-gather", 1e9, group) < 3
+    assert hosts.expected_assumptions.transfer_s("all-gather", 1e9, range(8)) < expected_s
+
+
 def test_copies_to_the_host_have_a_price_where_their_rate_is_known():
     held = cost(costs_of(HOST, *SETTINGS))
     offloaded = cost(costs_of(HOST, *SETTINGS, "model.offload=optimizer"))

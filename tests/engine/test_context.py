@@ -209,6 +209,20 @@ def test_cudnn_runs_on_a_part_of_the_heads(monkeypatch):
             assert max(worst(alike[k], wanted[k]) for k in wanted) < 0.05
 
 
+def test_cudnn_has_all_heads_of_a_device_where_tensor_does_not_divide_them(monkeypatch):
+    """Each device along `context` has one head, which two devices along `tensor` compute alike."""
+    mesh = js.mesh(fsdp=1, context=4, tensor=2)
+    model = GroupedQueries(nnx.Rngs(0), num_heads=4)
+    js.parallel.split(model, {"[qkv]/kernel": (None, "tensor"), "out/kernel": ("tensor", None)})
+    half = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
+    js.fully_shard(model, mesh=mesh, mixed_precision=half)
+    run = functools.partial(squared, is_causal=True)
+    wanted = outcome(GroupedQueries(nnx.Rngs(0), num_heads=4), run, X)
+    with fake_cudnn(monkeypatch):
+        found = outcome(model, functools.partial(run, backend="cudnn"), js.shard_batch(X, mesh))
+    assert max(worst(found[k], wanted[k]) for k in wanted) < 0.05
+
+
 def split_over_tensor(mesh):
     """A model of which `tensor` splits the heads."""
     model = GroupedQueries(nnx.Rngs(0))

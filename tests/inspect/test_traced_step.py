@@ -11,7 +11,7 @@ import jshard as js
 from jshard.inspect.live_values import live_bytes
 from jshard.inspect.traced_program import program_of
 from jshard.inspect.traced_step import step_for_rows, traced_step
-from jshard.inspect.traced_work import kernels
+from jshard.inspect.traced_work import data_collectives, kernels
 from tests.helpers import Config, abstract, loss_fn
 
 F32 = 4
@@ -78,6 +78,16 @@ def test_values_in_layers_are_counted_apart():
     assert wide.outside > 2 * live.outside
 
 
+@pytest.mark.parametrize(("unit", "is_layer"), [("blocks", True), ("blocks/3", True), ("(root)", False)])
+def test_a_unit_is_a_layer_where_its_call_is_part_of_the_program_around_it(unit: str, is_layer: bool):
+    def step(x, up):
+        with jax.named_scope(f"jshard[{unit}]"), jax.named_scope("forward" if unit == "blocks" else "inside"):
+            return x @ up
+
+    (product,) = kernels(program(step, X, UP))
+    assert product.in_layer is is_layer
+
+
 def test_the_work_of_products_and_of_the_memory():
     def gradient(up, x):
         return jax.grad(lambda up: jnp.sin(x @ up).sum())(up)
@@ -125,6 +135,50 @@ def test_reductions_of_the_same_values_are_one_kernel():
     assert both.work.memory_bytes == X.nbytes + F32 * ROWS
 
 
+def attention(q, k, v):
+    return jax.nn.softmax(q @ k.T, axis=-1) @ v
+
+
+def test_a_softmax_reads_the_scores_once():
+    """What reduces a row, and computes with the row again, has it in registers."""
+    q, k = X, zeros(HIDDEN, WIDTH)
+    scores_bytes = F32 * ROWS * HIDDEN
+    product, softmax, of_values = kernels(program(attention, q, k, k))
+    assert product.work.products and of_values.work.products
+    assert softmax.work.memory_bytes == pytest.approx(2 * scores_bytes, rel=0.1)
+
+
+def test_reductions_of_other_rows_are_kernels_of_their_own():
+    long = zeros(2**16, WIDTH)  # more than registers hold
+    assert len(list(kernels(program(attention, X, long, long)))) == 5
+    normed = lambda x: x / jnp.square(x).sum(-1, keepdims=True)  # no product makes the row
+    assert len(list(kernels(program(normed, X)))) == 2
+
+    def kept(q, k, v):
+        largest = (q @ k.T).max(-1, keepdims=True)
+        return jnp.exp(q @ k.T - largest) @ v, largest  # needed elsewhere, too
+
+    assert len(list(kernels(program(kept, X, zeros(HIDDEN, WIDTH), zeros(HIDDEN, WIDTH))))) > 3
+
+
+def test_a_collective_of_the_model_is_between_kernels():
+    """It starts before what its result is not needed for, and what needs it waits."""
+    mesh = js.mesh(fsdp=1, expert=2, devices=jax.devices()[:2])
+
+    def exchanged(x, up):
+        sent = jax.lax.all_to_all(x @ up, "expert", 0, 0, tiled=True)
+        return sent @ up.T + jnp.sin(x) @ (up @ up.T)
+
+    spec = jax.sharding.PartitionSpec("expert")
+    whole = jax.sharding.PartitionSpec()
+    found = list(kernels(program(jax.shard_map(exchanged, mesh=mesh, in_specs=(spec, whole), out_specs=spec), X, UP)))
+    (start,) = [number for number, kernel in enumerate(found) if kernel.starts]
+    (end,) = [number for number, kernel in enumerate(found) if kernel.waits]
+    assert found[start].starts == found[end].waits
+    assert (found[end].waits[0].kind, found[end].waits[0].axes) == ("all-to-all", {"expert"})
+    assert found[start - 1].work.products and found[end].work.products
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_step_grows_linearly_with_its_rows(remat: str):
     config = Config()
@@ -169,6 +223,18 @@ def test_a_norm_over_the_batch_sends_values():
     assert {collective.phase for collective in collectives} == {"forward", "backward"}
     plain = abstract(Config(), js.mesh(fsdp=8))
     assert not traced_step(plain, loss_fn, _batch(8, Config())).collectives
+
+
+def test_what_data_shards_scatter_is_sent():
+    mesh = js.mesh(fsdp=2, devices=jax.devices()[:2])
+    scattered = lambda x: jax.lax.psum_scatter(jnp.sin(x), "fsdp", tiled=True)
+    gathered = lambda x: jax.lax.all_gather(jnp.sin(x), "fsdp", tiled=True)
+    spec = jax.sharding.PartitionSpec("fsdp")
+    for function, kind in ((scattered, "reduce-scatter"), (gathered, "all-gather")):
+        found = program(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec), X)
+        (sent,) = data_collectives(found)
+        whole_bytes = X.nbytes // 2 if kind == "reduce-scatter" else X.nbytes
+        assert (sent.kind, sent.full_bytes(2)) == (kind, whole_bytes)
 
 
 def _batch(rows: int, config: Config) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

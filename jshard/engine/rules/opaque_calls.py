@@ -111,10 +111,12 @@ def cudnn_attention(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> lis
         return p.bind(eqn, list(xs))
 
     run: Callable[..., Sequence[jax.Array]] = run_on_shard
+    is_split_along_heads = query.state == heads.operand_dims[0] and not is_paged and all(map(p.divides, heads.sizes))
     # If an inner axis is still to be partitioned, its partitioner must meet this equation, not a `shard_map` around it.
     if p.is_last:
-        run = _on_part_of_heads(heads, run_on_shard)
-    if query.state == heads.operand_dims[0] and not is_paged and all(map(p.divides, heads.sizes)):
+        num_shards = p.degree if is_split_along_heads else 1
+        run = _on_part_of_heads(heads, run_on_shard, num_shards)
+    if is_split_along_heads:
         results = run(*_split_arrays(p, operands, heads.operand_dims))
         return in_states(results, heads.result_dims)
 
@@ -193,18 +195,26 @@ def _head_dim(position: int, shape: tuple[int, ...], array_dim: int) -> int | No
     return array_dim
 
 
-def _on_part_of_heads(heads: _Heads, run: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
+def _on_part_of_heads(
+    heads: _Heads, run: Callable[..., Sequence[jax.Array]], num_shards: int
+) -> Callable[..., Sequence[jax.Array]]:
     """Returns the call on a part of the heads, over axes that the compiler splits arrays over.
 
     The compiler cannot split the call: it would gather its operands. If the devices do not divide the heads, each has
     all of them.
+
+    Args:
+        heads: of the whole call.
+        run: the call.
+        num_shards: over which its heads are split already.
     """
     axes = _compat.automatic_axes()
     if not axes:
         return run  # nothing but the data axes splits the arrays, and over those the call is on one shard
     num_parts = math.prod(axes.values())
     over = tuple(axes)
-    if any(size % num_parts for size in heads.sizes):  # as of keys and values, which may have fewer heads
+    # Keys and values may have fewer heads than queries.
+    if any(size % (num_shards * num_parts) for size in heads.sizes):
         over = None
 
     def spec(dim: int | None) -> P:
