@@ -22,6 +22,7 @@ from jshard.engine.stored import (
 )
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import FSDP, is_of_tpus
+from jshard.plans.placement import Placement
 from jshard.plans.wires import TOO_NARROW_TO_GATHER, Wire, wire_named
 
 LATENCY_BOUND_BYTES = 4 * 2**20
@@ -75,6 +76,16 @@ def _over_wire(send: Collective, wire: Wire, dim: int, num_layer_dims: int) -> C
         return wire.unpacked(received, dim, x.dtype, num_layer_dims=num_layer_dims)
 
     return run
+
+
+def passes_barriers(placement: Placement) -> bool:
+    """Returns whether a parameter need not be held back: it is small, and whole on each device.
+
+    Nothing is sent. And to the compiler, what is behind a barrier is another parameter than that in front: kernels of
+    backward would read the scale of a norm twice, and compute apart with each.
+    """
+    num_bytes = placement.gathered_bytes // placement.layers
+    return placement.dim is None and num_bytes < LATENCY_BOUND_BYTES
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

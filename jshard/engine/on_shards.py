@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from jshard import _compat
-from jshard.engine import mixing
+from jshard.engine import gathers, mixing
 from jshard.engine.crossing import Crossing, Gathered, Region, all_resolved
 from jshard.engine.inner import over_axis
 from jshard.engine.layer_stacks import note_layers
@@ -339,7 +339,8 @@ class _Execution:
         shards = []
         for v in shards_gathered_by(jaxpr.jaxpr, operands, {name for name, *_ in self._copies}):
             is_whole_shard = not v.shard.pieces
-            if is_whole_shard and not _compat.on_host(v.x):
+            passes = _compat.on_host(v.x) or gathers.passes_barriers(v.shard.placement)
+            if is_whole_shard and not passes:
                 shards.append(v)
         if not shards:
             return

@@ -222,6 +222,11 @@ def is_of_tpus(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
+def keeps_barriers(mesh: AnyMesh) -> bool:
+    """Returns whether the compiler computes nothing across an optimization barrier. XLA:CPU removes it, in jax 0.10."""
+    return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu"
+
+
 def reduces_before_gathers(mesh: AnyMesh) -> bool:
     """Returns whether a loop reduces one iteration before it gathers for the next, and not beside that.
 

@@ -277,7 +277,7 @@ def test_a_model_that_calls_it_itself_over_a_tensor_axis(tmp_path):
 
 
 def test_forward_saves_no_more_than_plain_jit():
-    """Barriers around saved values would have it store every elementwise one."""
+    """Barriers around saved values would have it store every elementwise one; around inputs, read each once more."""
     settings = ("model.n_layer=2", "model.vocab_size=512", "batch_size=128", "accumulate=1", "learning_rate=1e-3")
 
     def step_of(*, plain_flax: bool) -> tuple[float, int]:
@@ -297,8 +297,7 @@ def test_forward_saves_no_more_than_plain_jit():
 
     elementwise_bytes, peak_bytes = step_of(plain_flax=False)
     plain_elementwise_bytes, plain_peak_bytes = step_of(plain_flax=True)
-    # Between units a value is read once more: the barrier parts the sum that makes it from the norm that reads it.
-    assert elementwise_bytes <= 1.1 * plain_elementwise_bytes
+    assert elementwise_bytes <= 1.03 * plain_elementwise_bytes
     assert peak_bytes <= 1.05 * plain_peak_bytes
 
 

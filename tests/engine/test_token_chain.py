@@ -32,6 +32,14 @@ CONFIG = Config(layers=LAYERS, attends=False)
 BATCH = token_batch(CONFIG, batch=16, length=8)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiler_keeps_barriers():
+    """The programs are those of accelerators: on CPUs, inputs are in the barriers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_schedule, "keeps_barriers", lambda mesh: True)
+        yield
+
+
 @dataclasses.dataclass(eq=False)
 class Node:
     """An operation of the sharded region, loops and calls opened."""
@@ -76,6 +84,7 @@ class Region:
         self.nodes: list[Node] = []
         arguments = [object() for _ in jaxpr.invars]
         self.activations = [v for v, invar in zip(arguments, jaxpr.invars, strict=True) if invar.aval.ndim == 3]
+        self.vectors = [v for v, invar in zip(arguments, jaxpr.invars, strict=True) if invar.aval.ndim == 1]
         self.results = opened(jaxpr, arguments, self.nodes)
         live = set(self.results)
         edges = {}
@@ -235,6 +244,43 @@ def test_barriers_of_backward_hold_back_nothing_that_forward_has_saved():
     tied = {v for barrier in backward.of_kind("optimization_barrier") for v in barrier.inputs}
     assert len(backward.activations) > LAYERS
     assert len(tied.intersection(backward.activations)) == 1  # the cotangent of the scores
+
+
+def programs_of_half(**settings: Any) -> list[Any]:
+    """The programs of the forward and the backward region of a decoder that computes in bfloat16."""
+    half = js.MixedPrecision(param_dtype="bfloat16", **settings)
+    model = js.abstract_init(
+        lambda: Decoder(CONFIG, nnx.Rngs(0)),
+        lambda model: js.fully_shard(model, units=Block, mesh=js.mesh(), mixed_precision=half, remat="none"),
+    )
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    loss = lambda params: loss_fn(nnx.merge(graphdef, params, rest, copy=True), *map(jax.numpy.asarray, BATCH))
+    return regions(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+
+
+def test_barriers_of_forward_hold_back_parameters_and_no_activations():
+    """XLA computes nothing across a barrier: a residual sum and the norm behind it would be two kernels."""
+    forward, _ = programs_of_half()
+    held_back = tied(forward)
+    assert held_back
+    assert max(aval.ndim for aval in held_back) == 2  # activations are (batch, length, width)
+
+
+def test_small_parameters_that_are_whole_are_behind_no_barrier():
+    """Behind one, the scale of a norm is another array in backward, whose kernels read both."""
+    for region in map(Region, programs_of_half()):
+        tied = {v for barrier in region.of_kind("optimization_barrier") for v in barrier.inputs}
+        assert len(region.vectors) >= 3 * LAYERS
+        assert tied.isdisjoint(region.vectors)
+
+
+def test_gradients_wait_in_the_dtype_of_their_sum():
+    """Where they do not, each is cast to the stored dtype by a kernel in front of the barrier."""
+    _, backward = programs_of_half(reduce_dtype="bfloat16")
+    _, sums_in_float32 = programs_of_half(reduce_dtype="float32")
+    num_reduced_before = 2 * (LAYERS - 1)  # kernels of the blocks that another one follows
+    num_held = lambda program: sum(aval.dtype == jnp.float32 and aval.ndim == 2 for aval in tied(program))
+    assert num_held(sums_in_float32) - num_held(backward) == num_reduced_before
 
 
 def in_flight(region: Region, sizes: dict[str, int], *, backward: bool) -> dict[str, int]:
