@@ -224,6 +224,18 @@ def test_what_does_not_flow_to_a_gradient_alone_is_summed_before_it_grows() -> N
     assert run.kinds == ["sum"]
 
 
+def test_a_mean_over_the_batch_sends_no_batch_in_backward() -> None:
+    """Its cotangent is summed before it is broadcast: only in the gradient of the weight it would be so anyway."""
+
+    def centered(x: Array, w: Array) -> Array:
+        y = x * w[None]
+        return (jnp.tanh(y - y.mean(0, keepdims=True)) ** 2).sum()
+
+    run = Run(lambda x, w: jax.grad(centered, 1)(x, w), NORMAL, normal(16), gradients=[0])
+    assert "reduce_scatter" not in run.lowered.as_text()
+    assert run.states == [PARTIAL]
+
+
 def test_empty_arrays_and_dims_of_numpy() -> None:
     functions: list[Callable[..., Any]] = [
         lambda x: jnp.concatenate([x[:, :0], x], 1),
