@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-# Programs of XLA:CPU can stop for ever in the threads that divide an operation, most on a loaded machine with few cores.
-# Operations are small here, and as soon done by one thread.
+# Programs of XLA:CPU can stop for ever in the threads that divide an operation, most on a loaded machine with few
+# cores. Operations are small here, and as soon done by one thread.
 XLA_FLAGS += " --xla_cpu_multi_thread_eigen=false"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Emits in half the time. XLA ends the process at a flag that it does not know, and later ones do not know this.

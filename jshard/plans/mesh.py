@@ -222,9 +222,20 @@ def is_of_tpus(mesh: AnyMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
-def keeps_barriers(mesh: AnyMesh) -> bool:
-    """Returns whether the compiler computes nothing across an optimization barrier. XLA:CPU removes it, in jax 0.10."""
-    return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu"
+def fuses_units(mesh: AnyMesh) -> bool:
+    """Returns whether it pays to let the compiler fuse the end of one unit with the beginning of the next.
+
+    XLA:CPU removes barriers in jax 0.10, so nothing parts them there. On GPUs before Hopper XLA stores another array of
+    each layer where it fuses both: GPT-2 124M on 64 A100 takes 102.5 in place of 100.4 ms, and 12.0 in place of 11.5
+    GiB (compiled; times are the plan's estimates). Nothing is known of AMD's.
+    """
+    if not isinstance(mesh, Mesh):
+        return True
+    device = mesh.devices.flat[0]
+    facts = device_of(device.device_kind)
+    if facts is None or facts.target is None:
+        return device.platform != "cpu"
+    return isinstance(facts.target, NvidiaTarget) and facts.target.major >= HOPPER
 
 
 def reduces_before_gathers(mesh: AnyMesh) -> bool:

@@ -58,10 +58,10 @@ def test_an_element_in_place_of_inputs_changes_no_gradient(form, settings, monke
     config = Config(layers=4, attends=False)
     batch = token_batch(config, batch=16, length=8)
 
-    def gradients(*, keeps_barriers: bool) -> list[np.ndarray]:
-        monkeypatch.setattr(unit_schedule, "keeps_barriers", lambda mesh: keeps_barriers)
+    def gradients(*, fuses_units: bool) -> list[np.ndarray]:
+        monkeypatch.setattr(unit_schedule, "fuses_units", lambda mesh: fuses_units)
         model = js.fully_shard(form(config, nnx.Rngs(0)), units=Block, mesh=js.mesh(), **settings)
         return jax.tree.leaves(nnx.jit(nnx.grad(loss_fn))(model, *batch))
 
-    for found, expected in zip(gradients(keeps_barriers=True), gradients(keeps_barriers=False), strict=True):
+    for found, expected in zip(gradients(fuses_units=True), gradients(fuses_units=False), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)

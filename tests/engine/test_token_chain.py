@@ -33,10 +33,10 @@ BATCH = token_batch(CONFIG, batch=16, length=8)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiler_keeps_barriers():
+def compiler_fuses_units():
     """The programs are those of accelerators: on CPUs, inputs are in the barriers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_schedule, "keeps_barriers", lambda mesh: True)
+        patch.setattr(unit_schedule, "fuses_units", lambda mesh: True)
         yield
 
 

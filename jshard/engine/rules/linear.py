@@ -99,8 +99,8 @@ def _operands_needed(eqn: JaxprEqn, needed: Collection[Var]) -> set[Var]:
             if variable in needed_inside:
                 atoms.append(atom)
     elif record_of(eqn).linear is not None and len(only_for_gradients) == len(eqn.outvars):
-        # All results are parts of gradients, and linear in the operands: so are these. But what is larger is summed over
-        # there, as a cotangent is in the gradient of a weight: it is no gradient yet.
+        # All results are parts of gradients, and linear in the operands: so are these. But what is larger is summed
+        # over there, as a cotangent is in the gradient of a weight: it is no gradient yet.
         num_elements = sum(math.prod(type_of(variable).shape) for variable in eqn.outvars)
         atoms = [atom for atom in atoms if math.prod(type_of(atom).shape) > num_elements]
     return set(variables_of(atoms))
