@@ -157,14 +157,14 @@ def _reduced_where_read(program: TracedProgram) -> Collection[TracedOp]:
         reads = _reads_of(op)
         for value in reads:
             readers[value].append(reads)
-    found = set()
+    fused = set()
     for op in program.ops:
         if not _reduces_rows(op) or not _meets_its_row(op.results[0], users):
             continue
         row = _reads_of(op)
         if made >= row - reduced and all(row <= reads for reads in readers[op.results[0]]):
-            found.add(op)
-    return found
+            fused.add(op)
+    return fused
 
 
 def _results_of(program: TracedProgram, kind: str) -> frozenset[TracedValue]:
