@@ -322,26 +322,17 @@ class Costs:
 
     def _over_model_axes(self, plan: ShardPlan, computed: _Microbatch) -> Iterator[Collectives]:
         """Yields the collectives of the model over its own axes."""
-        phases = computed.times.phases
         for traffic in computed.over_model_axes:
             each_s = traffic.seconds(dict(plan.mesh), self.machine.assumptions)
             # The next operation needs the result. Only what goes round a ring is sent beside the computation.
             if traffic.kind == "collective-permute":
                 yield Collectives("backward", traffic.count, each_s, is_alone=False)
                 continue
-            num_layers = self.traces.num_layers
-            in_phases = {phase: _places_in_layer(traffic, times.places, num_layers) for phase, times in phases.items()}
-            if any(in_phases.values()):
-                for phase, places in in_phases.items():
-                    count = len(places) * num_layers
-                    if count:
-                        yield Collectives(phase, count, each_s, is_alone=True, in_layers=num_layers, places=places)
-                continue
-            # A phase has as much of it as of the computation.
-            for phase, of_kernels in phases.items():
-                count = traffic.count * of_kernels.layers_s / max(computed.times.layers_s, sys.float_info.min)
-                if count:
-                    yield Collectives(phase, count, each_s, is_alone=True, in_layers=num_layers)
+            placed = list(_at_their_places(traffic, each_s, computed.times, self.traces.num_layers))
+            if placed:
+                yield from placed
+            else:
+                yield from _spread_over_phases(traffic, each_s, computed.times, self.traces.num_layers)
 
     # ---- times
 
@@ -598,6 +589,27 @@ class _Phase:
     independent_s: float  # of this, what nothing in a layer waits for
     attention_s: float  # of layers_s, attention in one kernel
     kernel_s: float  # how much of a kernel is left at any time, in the mean
+
+
+def _at_their_places(
+    traffic: ModelTraffic, each_s: float, times: KernelTimes, num_layers: int
+) -> Iterator[Collectives]:
+    """Yields equal collectives of the model where the trace has them in a layer; none if it does not say."""
+    for phase, computed in times.phases.items():
+        places = _places_in_layer(traffic, computed.places, num_layers)
+        if places:
+            count = len(places) * num_layers
+            yield Collectives(phase, count, each_s, is_alone=True, in_layers=num_layers, places=places)
+
+
+def _spread_over_phases(
+    traffic: ModelTraffic, each_s: float, times: KernelTimes, num_layers: int
+) -> Iterator[Collectives]:
+    """Yields equal collectives of the model of unknown places: a phase has as much of them as of the computation."""
+    for phase, computed in times.phases.items():
+        count = traffic.count * computed.layers_s / max(times.layers_s, sys.float_info.min)
+        if count:
+            yield Collectives(phase, count, each_s, is_alone=True, in_layers=num_layers)
 
 
 def _places_in_layer(traffic: ModelTraffic, places: Iterable[Place], num_layers: int) -> tuple[Place, ...]:

@@ -103,7 +103,7 @@ def kernels(program: TracedProgram, *, rounds: int = 1) -> Iterator[KernelWork]:
             is_on_shards=_is_on_shards(op),
             is_independent=_is_independent(op),
             starts=tuple(started),
-            waits=tuple({awaited.pop(value) for value in reads if value in awaited}),
+            waits=_first_awaited(op, awaited),
         )
         started = []
 
@@ -119,6 +119,15 @@ def _is_kernel(op: TracedOp) -> bool:
 def _reads_of(op: TracedOp) -> frozenset[TracedValue]:
     """Returns the values that an operation reads from memory."""
     return frozenset().union(*(operand.reads for operand in op.operands))
+
+
+def _first_awaited(op: TracedOp, awaited: dict[TracedValue, AwaitedCollective]) -> tuple[AwaitedCollective, ...]:
+    """Takes the collectives whose results a kernel reads out of those for which nothing has waited."""
+    collectives = set()
+    for value in _reads_of(op):
+        if value in awaited:
+            collectives.add(awaited.pop(value))
+    return tuple(sorted(collectives, key=lambda collective: collective.number))
 
 
 def _is_on_shards(op: TracedOp) -> bool:

@@ -235,7 +235,7 @@ def fuses_units(mesh: AnyMesh) -> bool:
     facts = device_of(device.device_kind)
     if facts is None or facts.target is None:
         return device.platform != "cpu"
-    return isinstance(facts.target, NvidiaTarget) and facts.target.major >= HOPPER
+    return _is_since_hopper(facts)
 
 
 def reduces_before_gathers(mesh: AnyMesh) -> bool:
@@ -260,6 +260,11 @@ def device_reduces_before_gathers(facts: DeviceFacts | None, platform: str) -> b
     """
     if facts is None or facts.target is None:
         return platform != "tpu"
+    return _is_since_hopper(facts)
+
+
+def _is_since_hopper(facts: DeviceFacts) -> bool:
+    """Returns whether it is an NVIDIA GPU of the Hopper generation, or a later one."""
     return isinstance(facts.target, NvidiaTarget) and facts.target.major >= HOPPER
 
 

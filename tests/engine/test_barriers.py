@@ -19,8 +19,8 @@ def test_what_is_held_back_keeps_its_values(dtype, value):
     is_whole = jnp.dtype(dtype).kind in "ib"
     inputs = [jnp.full((4, 6), 0 if is_whole else value, dtype), jax.random.key(0), jnp.zeros((0, 3))]
     groups = {"a": jnp.arange(6.0), "b": jnp.array([np.nan, -0.0, np.inf])}, [jnp.arange(4, dtype="int8")]
-    found = jax.jit(available_after)(inputs, *groups)
-    jax.tree.map(np.testing.assert_array_equal, found, groups)
+    held_back = jax.jit(available_after)(inputs, *groups)
+    jax.tree.map(np.testing.assert_array_equal, held_back, groups)
 
 
 def test_inputs_stay_outside_and_one_output_depends_on_them():
@@ -48,8 +48,8 @@ def test_derivatives_and_maps_pass():
 
 @pytest.mark.parametrize("inputs", [[], [jnp.zeros((0,))]])
 def test_without_inputs_the_groups_are_tied(inputs):
-    found = available_after(inputs, [jnp.arange(3.0)], [jnp.zeros((0,))])
-    assert np.array_equal(found[0][0], np.arange(3.0))
+    (numbers,), _ = available_after(inputs, [jnp.arange(3.0)], [jnp.zeros((0,))])
+    assert np.array_equal(numbers, np.arange(3.0))
 
 
 @pytest.mark.parametrize("form", [Decoder, Scanning])
@@ -63,5 +63,5 @@ def test_an_element_in_place_of_inputs_changes_no_gradient(form, settings, monke
         model = js.fully_shard(form(config, nnx.Rngs(0)), units=Block, mesh=js.mesh(), **settings)
         return jax.tree.leaves(nnx.jit(nnx.grad(loss_fn))(model, *batch))
 
-    for found, expected in zip(gradients(fuses_units=True), gradients(fuses_units=False), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    for gradient, expected in zip(gradients(fuses_units=True), gradients(fuses_units=False), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
