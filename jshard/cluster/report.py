@@ -312,6 +312,10 @@ class ClusterPlan(Printed):
             "sync": step.sync,
             "mesh": dict(step.plan.mesh),
             "communication_per_step": [dataclasses.asdict(traffic) for traffic in traffic_of(step.plan)],
+            # What a run on another platform is compared with.
+            "communication_by_reduce_scatters": [
+                dataclasses.asdict(traffic) for traffic in traffic_of(step.plan.with_reduce_scatters())
+            ],
             "compiled": compiled,
             "estimate": self._estimates_record(),
             "sources": dict(device.sources),

@@ -229,7 +229,10 @@ class GatheredOnce:
         mesh = self._concrete_mesh()
 
         def reduce_all(*sums: jax.Array) -> list[jax.Array]:
-            return [reduce_gradient(x, placement, mesh) for x, placement in zip(sums, self.placements, strict=True)]
+            shards = []
+            for x, placement in zip(sums, self.placements, strict=True):
+                shards.append(reduce_gradient(x, placement, mesh, x.dtype))
+            return shards
 
         def run(arrays: list[jax.Array], sums: list[jax.Array]) -> list[jax.Array]:
             # Each place along an inner axis has summed the gradients of its own examples or tokens, for all of a copy

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -85,11 +86,18 @@ class PendingSum:
         return PartialSum(array, self.axes).finished(mesh).astype(self.dtype)
 
 
-def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh, part_dtype: DTypeLike) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
     It is reduced in the parameter's reduce dtype, over the axes that it is stored over, then over the others.
+
+    Args:
+        x: the part.
+        placement: of the parameter.
+        mesh: the mesh.
+        part_dtype: the narrowest dtype that has all elements of the part: see `Value.narrowest_dtype`.
     """
+    placement = placement.sending_parts_of(part_dtype)
     return _first_step(x, placement, mesh).finished(mesh).astype(x.dtype)
 
 
@@ -222,9 +230,13 @@ def _exchange_groups(num_shards: int, size: int, stride: int) -> list[list[int]]
 # ---- all gradients of a unit
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def reduce_unit(
-    gradients: list[jax.Array], placements: tuple[Placement, ...], mesh: Mesh, first_step: bool
+    gradients: list[jax.Array],
+    placements: tuple[Placement, ...],
+    mesh: Mesh,
+    first_step: bool,
+    part_dtypes: tuple[np.dtype, ...],
 ) -> list[jax.Array]:
     """Sums the gradients of a unit to their stored shards; of units stored alike it is one function in a program.
 
@@ -237,7 +249,10 @@ def reduce_unit(
         placements: of their parameters.
         mesh: the mesh.
         first_step: whether to leave out the second step of those that have a `pending_sum`.
+        part_dtypes: of each part the narrowest dtype that has all its elements: see `Value.narrowest_dtype`.
     """
+    wires = zip(placements, part_dtypes, strict=True)
+    placements = tuple(placement.sending_parts_of(dtype) for placement, dtype in wires)
     # The order of the collectives in the program: joined sums, joined exchanges, then the others one by one.
     parts = _summed_together(gradients, placements, mesh)
     for i, x in _exchanged_together(gradients, placements).items():

@@ -65,8 +65,9 @@ class HeldOrder:
         if dim is None:
             return cls(tuple(own_order))
         # XLA:CPU has fast kernels for products as autodiff writes them. It would fold the transpose into the product,
-        # and take a slow one. The parts of an exchange are copied in any case, from any order.
-        if placement.replaces_reduce_scatter and written_dims is not None:
+        # and take a slow one. The parts of its exchanges, which are in the dtype of the sum, are copied in any case.
+        is_exchanged_on_cpus = placement.replaces_reduce_scatter and placement.reduce_wire == placement.reduce_dtype
+        if is_exchanged_on_cpus and written_dims is not None:
             return cls(written_dims)
         # A reduce-scatter takes parts that are contiguous in memory, and the compiler gives its operand a layout in
         # which they are. With the sharded dim in front the product writes the gradient in the order in which it is

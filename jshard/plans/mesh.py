@@ -1,5 +1,6 @@
 """The axes of a mesh: `replica` copies, sharded over `fsdp`; also `pipe`, `expert`, `context` and `tensor`."""
 
+import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -268,15 +269,35 @@ def _is_since_hopper(facts: DeviceFacts) -> bool:
     return isinstance(facts.target, NvidiaTarget) and facts.target.major >= HOPPER
 
 
-def sums_on_arrival(mesh: AnyMesh) -> bool:
-    """Returns whether gradients are sent in parts that each device sums itself, instead of a reduce-scatter.
+class SumsOnArrival(enum.Enum):
+    """Of which gradients each device sums the parts that arrive, in the place of a reduce-scatter."""
+
+    NEVER = "never"
+    OF_NARROWER = "of narrower"
+    """Of those that are computed in a narrower dtype than that of their sum: the parts are sent as they are."""
+    ALWAYS = "always"
+
+
+def sums_on_arrival(mesh: AnyMesh) -> SumsOnArrival:
+    """Returns when gradients are sent in parts that each device sums itself, because that is faster on the platform.
 
     Between processes on CPUs, collectives are those of gloo. Its reduce-scatter takes two to three times as long as its
     all-to-all and a local sum, which send the same bytes. Within one process no such sum is faster.
+
+    Within a host of NVIDIA GPUs a reduce-scatter in float32 needs each gradient of bfloat16 cast before it. The parts
+    have half of the bytes, and their sum is one kernel that reads them and writes a shard. Between hosts a
+    reduce-scatter sends less: it sums within each host first. On stages gradients are sums of several already.
     """
     if not isinstance(mesh, Mesh):
-        return False
-    return mesh.devices.flat[0].platform == "cpu" and num_processes(mesh) > 1
+        return SumsOnArrival.NEVER
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return SumsOnArrival.ALWAYS if num_processes(mesh) > 1 else SumsOnArrival.NEVER
+    facts = device_of(device.device_kind)
+    is_nvidia = facts is not None and isinstance(facts.target, NvidiaTarget)
+    if is_nvidia and num_hosts(mesh) == 1 and degree(mesh, PIPE) == 1:
+        return SumsOnArrival.OF_NARROWER
+    return SumsOnArrival.NEVER
 
 
 def is_concrete(mesh: AnyMesh) -> bool:

@@ -162,6 +162,23 @@ class ShardPlan:
         return dataclasses.replace(self, leaves=leaves)
 
     @property
+    def replaces_reduce_scatters(self) -> bool:
+        """Whether there are gradients that are summed on arrival because the platform is faster so."""
+        return any(leaf.placement.replaces_reduce_scatter for leaf in self.leaves)
+
+    def with_reduce_scatters(self) -> "ShardPlan":
+        """Returns the plan with the reduce-scatters that it has on other platforms."""
+        return self._with_placements(Placement.with_reduce_scatter)
+
+    def of_sums(self) -> "ShardPlan":
+        """Returns the plan for gradients that are sums of several: no wire that the platform chose rounds them."""
+        return self._with_placements(lambda placement: placement.sending_parts_of(placement.reduce_dtype))
+
+    def _with_placements(self, change: Callable[[Placement], Placement]) -> "ShardPlan":
+        leaves = [dataclasses.replace(leaf, placement=change(leaf.placement)) for leaf in self.leaves]
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    @property
     def bytes_per_device(self) -> int:
         """Bytes of the stored parameters on one device."""
         return sum(leaf.placement.bytes_per_device for leaf in self.leaves)

@@ -18,7 +18,6 @@ from jshard._text import human_bytes
 from jshard.errors import ShardingError, UnsafeFileError
 from jshard.inspect.audit import Audit
 from jshard.inspect.communication import traffic_of
-from jshard.plans.plan import ShardPlan
 from jshard.recipes.recipe import Recipe
 
 _SAVED = "jshard plan MODEL --topology DEVICE:SHAPE --json > plan.json"
@@ -77,6 +76,7 @@ class _PlannedStep(_NeededOfAPlan, total=False):
     sequence_length: int | None
     accumulate: int
     sync: str  # absent in plans of earlier versions
+    communication_by_reduce_scatters: list[_PlannedTraffic]  # absent in plans of earlier versions
     train_command: str
     compiler: str  # absent in plans of earlier versions
     device: str
@@ -156,15 +156,16 @@ class ExpectedStep:
         is_same_platform = platform == self.plan["platform"] and compiler in ("", planned_compiler)
         # Between processes on CPUs all-to-alls take the place of reduce-scatters. A topology has no processes, so no
         # plan has them.
-        has_planned_sums = not _replaces_reduce_scatters(compiled.plan)
+        has_planned_sums = platform != "cpu" or not compiled.plan.replaces_reduce_scatters
         if is_same_platform and has_planned_sums:
             planned = _compiled_figures(self.plan["compiled"]["audit"])
             actual = _compiled_figures(json.loads(compiled.to_json()))
         else:
             # The plan's own figures of the other compiler do not apply here.
-            annotated = traffic_of(_with_reduce_scatters(compiled.plan))
+            annotated = traffic_of(compiled.plan.with_reduce_scatters())
             traffic = [cast(_PlannedTraffic, dataclasses.asdict(each)) for each in annotated]
-            planned = _annotated_figures(self.plan["communication_per_step"])
+            planned_traffic = self.plan.get("communication_by_reduce_scatters", self.plan["communication_per_step"])
+            planned = _annotated_figures(planned_traffic)
             actual = _annotated_figures(traffic)
             # Not planned, so any difference is one more than 0.
             actual["differences from the annotations"] = len(compiled.differences)
@@ -244,22 +245,6 @@ def _compiled_figures(audit: _PlannedAudit) -> Figures:
     # A plan of a compiler that does not report memory has none: then 0 is compared with 0, or differs.
     figures["peak bytes"] = 0 if memory is None else memory.get("peak_bytes", 0)
     return figures
-
-
-def _replaces_reduce_scatters(plan: ShardPlan) -> bool:
-    """Returns whether gradients are summed on arrival only because the run's processes do so on CPUs."""
-    return any(leaf.placement.replaces_reduce_scatter for leaf in plan.leaves)
-
-
-def _with_reduce_scatters(plan: ShardPlan) -> ShardPlan:
-    """Returns the plan with the reduce-scatters that it has on other platforms."""
-    leaves = []
-    for leaf in plan.leaves:
-        placement = leaf.placement
-        if placement.replaces_reduce_scatter:
-            placement = dataclasses.replace(placement, reduce_wire="")
-        leaves.append(dataclasses.replace(leaf, placement=placement))
-    return dataclasses.replace(plan, leaves=tuple(leaves))
 
 
 def _annotated_figures(traffic: Iterable[_PlannedTraffic]) -> Figures:

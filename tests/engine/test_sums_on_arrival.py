@@ -1,4 +1,4 @@
-"""Between processes on CPUs, devices send parts of gradients and sum them: plan, program and audit agree."""
+"""Where the platform is faster so, devices send parts of gradients and sum them: plan, program and audit agree."""
 
 import dataclasses
 from typing import Any, cast
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 import jshard as js
 from jshard.inspect.communication import traffic_of
 from jshard.plans import plan as plans
-from jshard.plans.mesh import sums_on_arrival
+from jshard.plans.mesh import SumsOnArrival, sums_on_arrival
 from tests.helpers import Config, Decoder, Scanning, compile_to_read, fresh, loss_fn, token_batch
 from tests.parity import flat
 
@@ -28,19 +28,35 @@ class Device:
     id: int
     platform: str
     process_index: int
+    device_kind: str
+    slice_index: int = 0
 
 
 @pytest.mark.parametrize(
-    ("platform", "processes", "expected"),
-    [("cpu", (0, 1), True), ("cpu", (0, 0), False), ("gpu", (0, 1), False), ("tpu", (0, 1), False)],
+    ("platform", "kind", "processes", "expected"),
+    [
+        ("cpu", "cpu", (0, 0, 1, 1), SumsOnArrival.ALWAYS),
+        ("cpu", "cpu", (0, 0, 0, 0), SumsOnArrival.NEVER),
+        ("gpu", "NVIDIA H100 80GB HBM3", (0, 0, 0, 0), SumsOnArrival.OF_NARROWER),
+        ("gpu", "NVIDIA A100-SXM4-80GB", (0, 1, 2, 3), SumsOnArrival.OF_NARROWER),  # a process for each device
+        ("gpu", "NVIDIA H100 80GB HBM3", (0, 0, 1, 1), SumsOnArrival.NEVER),
+        ("gpu", "AMD Instinct MI300X", (0, 0, 0, 0), SumsOnArrival.NEVER),
+        ("tpu", "TPU v5p", (0, 0, 0, 0), SumsOnArrival.NEVER),
+    ],
 )
-def test_only_on_cpus_and_only_between_processes(platform, processes, expected):
-    devices = [Device(i, platform, process) for i, process in enumerate(processes)]
+def test_where_parts_are_summed_on_arrival(platform, kind, processes, expected):
+    devices = [Device(i, platform, process, kind) for i, process in enumerate(processes)]
     assert sums_on_arrival(Mesh(np.array(devices), ("fsdp",))) is expected
 
 
+def test_gradients_of_stages_are_reduced_in_a_collective():
+    devices = [Device(i, "gpu", 0, "NVIDIA H100 80GB HBM3") for i in range(4)]
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("pipe", "fsdp"))
+    assert sums_on_arrival(mesh) is SumsOnArrival.NEVER
+
+
 def test_a_mesh_without_devices_has_no_processes():
-    assert not sums_on_arrival(AbstractMesh((2,), ("fsdp",)))
+    assert sums_on_arrival(AbstractMesh((2,), ("fsdp",))) is SumsOnArrival.NEVER
 
 
 def sharded(config: Config, precision: js.MixedPrecision, **degrees: int) -> Any:
@@ -66,7 +82,7 @@ def sharded(config: Config, precision: js.MixedPrecision, **degrees: int) -> Any
 def test_parts_are_sent_as_planned_and_sums_are_those_of_a_reduce_scatter(monkeypatch, scanned, degrees):
     config = dataclasses.replace(CONFIG, scanned=scanned, layers=3 if scanned else 1)
     expected_loss, expected = grads_of(sharded(config, js.MixedPrecision(), **degrees), *BATCH)
-    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: True)  # as between processes
+    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: SumsOnArrival.ALWAYS)  # as between processes
     model = sharded(config, js.MixedPrecision(), **degrees)
     loss, gradients = grads_of(model, *BATCH)
     assert float(loss) == float(expected_loss)
@@ -82,7 +98,7 @@ def test_parts_are_sent_as_planned_and_sums_are_those_of_a_reduce_scatter(monkey
 
 
 def test_sums_are_taken_in_the_reduce_dtype_and_a_narrower_wire_is_kept(monkeypatch):
-    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: True)
+    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: SumsOnArrival.ALWAYS)
     precision = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep=("norm/*",))
     placements = [leaf.placement for leaf in js.plan(sharded(CONFIG, precision, fsdp=8)).leaves]
     assert {placement.reduce_wire for placement in placements if placement.dim is not None} == {"float32"}
@@ -91,15 +107,65 @@ def test_sums_are_taken_in_the_reduce_dtype_and_a_narrower_wire_is_kept(monkeypa
     assert {placement.reduce_wire for placement in placements if placement.dim is not None} == {"bfloat16"}
 
 
+MIXED = js.MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep=("norm/*",))
+
+
+def summed_in_a_host_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: SumsOnArrival.OF_NARROWER)
+
+
+def test_of_narrower_gradients_parts_are_sent_as_they_are(monkeypatch):
+    summed_in_a_host_of_gpus(monkeypatch)
+    plan = js.plan(sharded(CONFIG, MIXED, fsdp=8))
+    wires = {leaf.placement.gathered_dtype: leaf.placement.reduce_wire for leaf in plan.leaves}
+    assert wires == {"bfloat16": "bfloat16", "float32": ""}
+    assert plan.replaces_reduce_scatters
+    kinds = {(traffic.kind, traffic.dtype) for traffic in traffic_of(plan.with_reduce_scatters())}
+    assert ("reduce-scatter", "float32") in kinds and "all-to-all" not in dict(kinds)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize(("accumulate", "sync"), [(1, "each"), (2, "each"), (2, "last")])
+def test_no_part_is_rounded_and_the_audit_knows_what_is_sent(monkeypatch, scanned, accumulate, sync):
+    """Reductions of products in bfloat16 are equal to float32; those of sums of microbatches are sent in float32."""
+    config = dataclasses.replace(CONFIG, scanned=scanned, layers=3 if scanned else 2)
+
+    @nnx.jit
+    def accumulated(model: Any, tokens: Any, targets: Any) -> Any:
+        return js.value_and_grad(loss_fn, accumulate=accumulate, sync=sync)(model, tokens, targets)
+
+    def run(model: Any) -> Any:
+        # XLA:CPU would compute in float32 what the program computes in bfloat16, and send more than the program does.
+        compiled = accumulated.lower(model, *BATCH).compile({"xla_allow_excess_precision": False})
+        return compiled(model, *BATCH)
+
+    expected_loss, expected = run(sharded(config, MIXED, fsdp=8))
+    summed_in_a_host_of_gpus(monkeypatch)
+    model = sharded(config, MIXED, fsdp=8)
+    loss, gradients = run(model)
+    assert float(loss) == float(expected_loss)
+    for path, x in flat(expected).items():
+        scale = np.abs(np.asarray(x)).max()
+        np.testing.assert_allclose(flat(gradients)[path], x, rtol=2e-6, atol=1e-6 * scale, err_msg=path)
+
+    lowered = accumulated.lower(model, *BATCH).lowered
+    audit = js.audit(compile_to_read(lowered), model=model, accumulate=accumulate, sync=sync)
+    assert audit.ok, audit
+    # XLA:CPU sends both in float32: only the program that it gets shows what is sent.
+    exchanges = [line for line in lowered.as_text().splitlines() if "all_to_all" in line]
+    sent = "f32" if sync == "last" else "bf16"
+    assert exchanges and all(f"x{sent}>" in line for line in exchanges)
+
+
 def test_over_inner_axes_one_reduce_scatter_sums_over_all(monkeypatch):
-    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: True)
+    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: SumsOnArrival.ALWAYS)
     plan = js.plan(sharded(CONFIG, js.MixedPrecision(), fsdp=4, expert=2))
     assert {traffic.kind for traffic in traffic_of(plan)} == {"all-gather", "reduce-scatter"}
 
 
 @pytest.mark.parametrize("scanned", [False, True])
 def test_products_of_gradients_are_compiled_as_autodiff_writes_them(monkeypatch, scanned):
-    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: True)
+    monkeypatch.setattr(plans, "sums_on_arrival", lambda mesh: SumsOnArrival.ALWAYS)
     config = dataclasses.replace(CONFIG, scanned=scanned, layers=3)
     model = sharded(config, js.MixedPrecision(), fsdp=8)
     compiled = grads_of.lower(model, *BATCH).lowered.compile()

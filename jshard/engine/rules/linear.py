@@ -37,7 +37,10 @@ def apply_linear(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[V
     grows = math.prod(type_of(result).shape) > num_elements
     if grows and not p.is_for_gradients(result):
         return None
-    return same(p, eqn, operands, PARTIAL)
+    results = same(p, eqn, operands, PARTIAL)
+    if eqn.primitive.name == "convert_element_type":
+        results[0].remember_narrower(operands[0])
+    return results
 
 
 def _is_linear_in(eqn: JaxprEqn, operands: Sequence[Value], partial: Sequence[int]) -> bool:

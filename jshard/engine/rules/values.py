@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.typing import DTypeLike
 
 from jshard.plans.placement import Placement
 from jshard.plans.stages import StageLayout
@@ -97,6 +98,7 @@ class Value:
             the index along that dim, in global view. A shard of such indices stays within the same shard of a table.
         parameter: path of the parameter that it is, perhaps cast; empty for anything else, such as a gradient.
         row_parameters: of a stack of parameters, the path of each row; `parameter` is then that of the first.
+        widened_from: of an array that was cast to a wider dtype, the narrower one, in which all its elements are exact.
     """
 
     x: Any  # a `ShardArray`; not declared so, as most of its readers know that it is an array
@@ -106,6 +108,7 @@ class Value:
     index_dims: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
     row_parameters: tuple[str, ...] = ()
+    widened_from: np.dtype | None = None
 
     def __post_init__(self) -> None:
         # Dims computed with numpy would fail `isinstance(state, int)`, and the value would count as whole.
@@ -169,6 +172,22 @@ class Value:
     def bytes(self) -> int:
         """Bytes of what this shard holds."""
         return array_bytes(self.x)
+
+    @property
+    def narrowest_dtype(self) -> np.dtype:
+        """The narrowest dtype that is known to have all elements of the array: to send them in it rounds none."""
+        return self.x.dtype if self.widened_from is None else self.widened_from
+
+    def in_dtype(self, dtype: DTypeLike) -> "Value":
+        """Returns the value cast; a wider one remembers the narrower."""
+        result = self.with_array(self.x.astype(dtype))
+        result.remember_narrower(self)
+        return result
+
+    def remember_narrower(self, before: "Value") -> None:
+        """Notes the dtype of the value that it was cast from, if that is narrower: no element was rounded."""
+        if before.x.dtype.itemsize < self.x.dtype.itemsize:
+            self.widened_from = before.narrowest_dtype
 
     def move_behind_barrier(self, x: ShardArray) -> None:
         """Takes the value's array from behind a barrier: whatever reads the value later depends on the barrier."""

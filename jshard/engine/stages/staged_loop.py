@@ -223,7 +223,8 @@ class StagedLoop:
         parameter = gradients.parameter
 
         def reduce_layer(rows: list[jax.Array]) -> list[jax.Array]:
-            reduced = gradient_sums.reduce_unit(rows, (parameter.on_stage,), self._mesh, False)
+            part_dtypes = tuple(row.dtype for row in rows)
+            reduced = gradient_sums.reduce_unit(rows, (parameter.on_stage,), self._mesh, False, part_dtypes)
             if parameter.is_padded_beside_stage:
                 return [stored.with_padding(x, parameter.stored) for x in reduced]
             return reduced

@@ -216,6 +216,8 @@ def _amounts(windows: Iterable[Window], plan: ShardPlan, accumulate: int, sync: 
         for dtype, size in window.sizes:
             compiled[dtype] += size / item_bytes(dtype) * window.executions
     num_passes = accumulate if sync == "each" else 1  # else there is one gather and at most one reduction for all
+    if sync != "each":
+        plan = plan.of_sums()
     for traffic in traffic_of(plan):
         is_of_activations = traffic.purpose.startswith(ACTIVATIONS)
         if sync != "each" and traffic.purpose.startswith(BACKWARD):
