@@ -34,6 +34,16 @@ def program(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[jax.Array]]:
     raise KeyError(f"{eqn.primitive.name} has no program.")
 
 
+def with_program(eqn: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
+    """Returns a call of another program, with the operands and constants of its own; not of a linear solve."""
+    for name in _PROGRAM_PARAMS:
+        held = eqn.params.get(name)
+        if held is not None:
+            program = ClosedJaxpr(jaxpr, held.consts) if isinstance(held, ClosedJaxpr) else jaxpr
+            return eqn.replace(params={**eqn.params, name: program})
+    raise KeyError(f"{eqn.primitive.name} has no program.")
+
+
 def opened(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[jax.Array]]:
     """Returns a program, closed or not, and its constants."""
     if isinstance(jaxpr, ClosedJaxpr):

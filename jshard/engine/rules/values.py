@@ -1,5 +1,6 @@
 """Values on one data shard, and the states that say how the shards' arrays make up a value."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
 from jshard.plans.placement import Placement
@@ -251,6 +252,14 @@ def variables_of(atoms: Iterable[Var | Literal]) -> list[Var]:
     Literals cannot be hashed: a set or a dict of operands takes the variables alone.
     """
     return [atom for atom in atoms if isinstance(atom, Var)]
+
+
+def count_uses(jaxpr: Jaxpr) -> collections.Counter[Var]:
+    """Returns how often each variable of a program is an operand, or a result of the program."""
+    num_uses = collections.Counter(variables_of(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        num_uses.update(variables_of(eqn.invars))
+    return num_uses
 
 
 def type_of(atom: Var | Literal) -> ShapedArray:
