@@ -32,6 +32,7 @@ class Model:
     settings: tuple[str, ...] = ()  # further changes of the recipe
     sums_in_float32: bool = True  # whether plain Flax can, with other layers: see `benchmarks.grid.plain`
     plain_attention: bool = False  # of jshard's program, where plain Flax has no other
+    reshard: bool = True  # whether jshard gathers again in backward; without a loop, plain Flax does not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Cell:
 _WIDE_350M = ("model.n_layer=24", "model.n_head=16", "model.d_model=1024", "model.d_ff=4096", "model.scan=true")
 # What is recomputed is stated: "auto", the default, is jshard's own choice.
 _NO_REMAT, _DOTS = "model.remat=none", "model.remat=dots"
-_124M = Model(name="GPT 124M", file="gpt", recipe="gpt2_small", sequences=16, settings=(_NO_REMAT,))
+_124M = Model(name="GPT 124M", file="gpt", recipe="gpt2_small", sequences=16, settings=(_NO_REMAT,), reshard=False)
 _350M = Model(name="GPT 350M", file="gpt", recipe="gpt2_small", sequences=8, settings=(*_WIDE_350M, _NO_REMAT))
 _XL = Model(name="GPT XL", file="gpt", recipe="gpt2_xl", sequences=16)
 _8B = Model(name="Llama 3 8B", file="llama", recipe="llama3_8b", sequences=1)
@@ -134,14 +135,14 @@ def _cells_on(cluster: str) -> Iterator[Cell]:
 
 
 def _jshard(model: Model, cluster: str, reduce_dtype: str, options: str = FASTEST) -> Cell:
-    """Returns zero3 as jshard makes it; gradients are reduced in float32 unless the model says otherwise."""
+    """Returns the model as jshard shards it; gradients are reduced in float32 unless the model says otherwise."""
     changed: tuple[str, ...] = ()
     if reduce_dtype != FLOAT32:
         changed = (f"model.reduce_dtype={reduce_dtype}",)
     if model.plain_attention:
         changed = (*changed, "model.attention=xla")
     request = _request(model, cluster, file=f"models/{model.file}.py", options=options, settings=changed)
-    request = dataclasses.replace(request, units={"reshard_after_forward": True})
+    request = dataclasses.replace(request, units={"reshard_after_forward": model.reshard})
     return Cell(model=model.name, cluster=cluster, system=JSHARD, reduce_dtype=reduce_dtype, request=request)
 
 

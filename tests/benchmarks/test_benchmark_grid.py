@@ -178,8 +178,9 @@ def test_ratios_are_to_the_faster_program_of_plain_flax_that_fits_and_reduces_al
 def test_the_least_ratio_is_that_of_a_program_that_waits_for_nothing():
     waiting = row(GSPMD, 2.0, 60, exposed_s=0.1)
     (pair,) = pairs_of([waiting, row(JSHARD, 1.9, 60)])
-    assert pair.least_ratio == pytest.approx(0.95)
-    assert "| 1900.0 | 2000.0 | 0.950 | 0.950 |" in "\n".join(report_lines([waiting, row(JSHARD, 1.9, 60)]))
+    # Of the 5 % that it waits, communication beside computation would cost what it slows that: 19 of 119 %.
+    assert pair.least_ratio == pytest.approx(1 - 0.05 / 1.19)
+    assert "| 1900.0 | 2000.0 | 0.950 | 0.958 |" in "\n".join(report_lines([waiting, row(JSHARD, 1.9, 60)]))
     (alone,) = pairs_of([row(JSHARD, 1.9, 60)])
     assert alone.least_ratio is None
 
