@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jshard.engine.rules import calls
@@ -46,8 +46,8 @@ def with_wide_gradients(program: ClosedJaxpr, positions: frozenset[int], dtype: 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Origin:
-    """Where a result comes from.
+class _WrittenResult:
+    """A result of a program, and the equation that writes it.
 
     Attributes:
         eqn: a product or a call.
@@ -61,11 +61,11 @@ class _Origin:
 
 
 def _with_wide_results(jaxpr: Jaxpr, positions: Collection[int], dtype: np.dtype) -> Jaxpr:
-    origins = list(_origins(jaxpr, positions))
+    results = list(_written_results(jaxpr, positions))
     in_calls: dict[int, set[int]] = defaultdict(set)  # of each call the results, by the identity of its equation
-    for origin in origins:
-        if origin.eqn.primitive.name in _CALLS:
-            in_calls[id(origin.eqn)].add(origin.index)
+    for result in results:
+        if result.eqn.primitive.name in _CALLS:
+            in_calls[id(result.eqn)].add(result.index)
     programs: dict[int, Jaxpr] = {}
     for eqn in jaxpr.eqns:
         if id(eqn) in in_calls:
@@ -73,13 +73,13 @@ def _with_wide_results(jaxpr: Jaxpr, positions: Collection[int], dtype: np.dtype
             programs[id(eqn)] = _with_wide_results(inner, in_calls[id(eqn)], dtype)
 
     widened: dict[Var, Var] = {}
-    for origin in origins:
-        written = type_of(origin.eqn.outvars[origin.index])
-        is_written_wide = _is_narrower(written, dtype)
-        if id(origin.eqn) in programs:
-            is_written_wide = type_of(programs[id(origin.eqn)].outvars[origin.index]).dtype == dtype
-        if is_written_wide:
-            for variable in origin.variables:
+    for result in results:
+        if id(result.eqn) in programs:
+            is_wide = type_of(programs[id(result.eqn)].outvars[result.index]).dtype == dtype
+        else:
+            is_wide = _can_be_wide(result.eqn, dtype)
+        if is_wide:
+            for variable in result.variables:
                 widened[variable] = Var(type_of(variable).update(dtype=dtype))
     if not widened:
         return jaxpr
@@ -87,7 +87,7 @@ def _with_wide_results(jaxpr: Jaxpr, positions: Collection[int], dtype: np.dtype
     return jaxpr.replace(eqns=eqns, outvars=[_renamed(atom, widened) for atom in jaxpr.outvars])
 
 
-def _origins(jaxpr: Jaxpr, positions: Collection[int]) -> Iterator[_Origin]:
+def _written_results(jaxpr: Jaxpr, positions: Collection[int]) -> Iterator[_WrittenResult]:
     """Yields the products and calls that write results, perhaps moved; other results have none."""
     equation_of: dict[Var, JaxprEqn] = {}
     for eqn in jaxpr.eqns:
@@ -101,7 +101,7 @@ def _origins(jaxpr: Jaxpr, positions: Collection[int]) -> Iterator[_Origin]:
             eqn = equation_of[atom]
             variables.append(atom)
             if eqn.primitive.name == _PRODUCT or eqn.primitive.name in _CALLS:
-                yield _Origin(eqn, eqn.outvars.index(atom), tuple(variables))
+                yield _WrittenResult(eqn, eqn.outvars.index(atom), tuple(variables))
                 break
             if eqn.primitive.name not in _MOVES:
                 break
@@ -128,6 +128,9 @@ def _renamed(atom: Var | Literal, widened: Mapping[Var, Var]) -> Var | Literal:
     return widened.get(atom, atom)
 
 
-def _is_narrower(aval: ShapedArray, dtype: np.dtype) -> bool:
-    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-    return is_float and aval.dtype.itemsize < dtype.itemsize
+def _can_be_wide(product: JaxprEqn, dtype: np.dtype) -> bool:
+    """Returns whether a product that writes a narrower float can write another dtype."""
+    written = type_of(product.outvars[0]).dtype
+    is_narrower = jnp.issubdtype(written, jnp.floating) and written.itemsize < dtype.itemsize
+    has_algorithm = isinstance(product.params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    return is_narrower and not has_algorithm  # an algorithm of the user says what is written
