@@ -132,6 +132,28 @@ def test_a_plan_for_another_vendors_gpus_is_compared_by_what_the_annotations_nee
     assert "peak bytes" in same and "not of the program" not in same
 
 
+def test_a_plan_that_sums_on_arrival_is_compared_by_its_reduce_scatters(folder):
+    """Within a host of GPUs all-to-alls take the place of reduce-scatters, and elsewhere they do not."""
+    plan = json.loads((folder / "gpu.json").read_text())
+    on_arrival = []
+    for traffic in plan["communication_per_step"]:
+        is_summed = traffic["kind"] == "reduce-scatter"
+        on_arrival.append(traffic | {"kind": "all-to-all", "dtype": "bfloat16"} if is_summed else traffic)
+    of_host = plan | {"communication_per_step": on_arrival}
+    (folder / "earlier.json").write_text(json.dumps(of_host))
+    of_host["communication_by_reduce_scatters"] = plan["communication_per_step"]
+    (folder / "host.json").write_text(json.dumps(of_host))
+
+    model_file = load_model_file("my_model.py")
+    _, recipe = model_file.recipe(None)
+    model, lowered = lowered_step(model_file, recipe, js.mesh(fsdp=8))
+    compiled = audit(lowered.compile(), plan=as_traced(js.plan(model)))
+    said = ExpectedStep.read(folder / "host.json", within=0.05).check(compiled, platform="cpu")
+    assert "bytes of reduce-scatter over fsdp" in said
+    with pytest.raises(js.ShardingError, match="bytes of all-to-all over fsdp in bfloat16"):
+        ExpectedStep.read(folder / "earlier.json", within=0.05).check(compiled, platform="cpu")
+
+
 def test_what_is_no_plan_is_refused(folder, capsys):
     (folder / "other.json").write_text('{"plan": {}}')
     (folder / "broken.json").write_text("{")
