@@ -124,6 +124,19 @@ def test_of_narrower_gradients_parts_are_sent_as_they_are(monkeypatch):
     assert ("reduce-scatter", "float32") in kinds and "all-to-all" not in dict(kinds)
 
 
+@pytest.mark.parametrize(
+    ("part", "sent"),
+    [("bfloat16", "bfloat16"), ("float8_e4m3fn", "bfloat16"), ("float16", "float32"), ("float32", "float32")],
+)
+def test_what_has_not_all_numbers_of_a_part_does_not_send_it(monkeypatch, part, sent):
+    summed_in_a_host_of_gpus(monkeypatch)
+    plan = js.plan(sharded(CONFIG, MIXED, fsdp=8))
+    placement = next(leaf.placement for leaf in plan.leaves if leaf.placement.reduce_wire == "bfloat16")
+    assert placement.sending_parts_of(part).reduce_wire == sent
+    asked_for = dataclasses.replace(placement, replaces_reduce_scatter=False)
+    assert asked_for.sending_parts_of(part).reduce_wire == "bfloat16"
+
+
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize(("accumulate", "sync"), [(1, "each"), (2, "each"), (2, "last")])
 def test_no_part_is_rounded_and_the_audit_knows_what_is_sent(monkeypatch, scanned, accumulate, sync):

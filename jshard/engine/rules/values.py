@@ -186,8 +186,9 @@ class Value:
         return result
 
     def remember_narrower(self, before: "Value") -> None:
-        """Notes the dtype of the value that it was cast from, if that is narrower: no element was rounded."""
-        if before.x.dtype.itemsize < self.x.dtype.itemsize:
+        """Notes the dtype of the value that it was cast from, if that is a narrower float: no element was rounded."""
+        is_float = jnp.issubdtype(before.x.dtype, jnp.floating)
+        if is_float and before.x.dtype.itemsize < self.x.dtype.itemsize:
             self.widened_from = before.narrowest_dtype
 
     def move_behind_barrier(self, x: ShardArray) -> None:
