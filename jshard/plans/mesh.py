@@ -274,9 +274,16 @@ def products_write_sums(mesh: AnyMesh) -> bool:
     """
     if not isinstance(mesh, Mesh):
         return False
+    target = _nvidia_target(mesh)
+    return target is not None and target.major < HOPPER and degree(mesh, PIPE) == 1
+
+
+def _nvidia_target(mesh: Mesh) -> NvidiaTarget | None:
+    """Returns what the devices of a mesh are to the compiler; None unless they are NVIDIA GPUs that are known."""
     facts = device_of(mesh.devices.flat[0].device_kind)
-    is_nvidia = facts is not None and isinstance(facts.target, NvidiaTarget)
-    return is_nvidia and not _is_since_hopper(facts) and degree(mesh, PIPE) == 1
+    if facts is None or not isinstance(facts.target, NvidiaTarget):
+        return None
+    return facts.target
 
 
 def _is_since_hopper(facts: DeviceFacts) -> bool:
@@ -305,12 +312,10 @@ def sums_on_arrival(mesh: AnyMesh) -> SumsOnArrival:
     """
     if not isinstance(mesh, Mesh):
         return SumsOnArrival.NEVER
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
+    if mesh.devices.flat[0].platform == "cpu":
         return SumsOnArrival.ALWAYS if num_processes(mesh) > 1 else SumsOnArrival.NEVER
-    facts = device_of(device.device_kind)
-    is_nvidia = facts is not None and isinstance(facts.target, NvidiaTarget)
-    if is_nvidia and num_hosts(mesh) == 1 and degree(mesh, PIPE) == 1:
+    is_host_of_nvidia = _nvidia_target(mesh) is not None and num_hosts(mesh) == 1
+    if is_host_of_nvidia and degree(mesh, PIPE) == 1:
         return SumsOnArrival.OF_NARROWER
     return SumsOnArrival.NEVER
 
