@@ -104,7 +104,7 @@ def scanned(cluster: Cluster, mlp: str) -> Audit:
         d_ff=8192,
         scan=True,
         compute_dtype="bfloat16",
-        reduce_dtype="bfloat16",  # reduced in float32, the parts of gradients are sent within a host, in more collectives
+        reduce_dtype="bfloat16",  # in float32 the parts of gradients are sent, in more collectives
         remat="full",
         mlp=mlp,
         attention="xla",  # JAX asks for cuDNN, which is not here
