@@ -19,6 +19,7 @@ from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
+from jshard.plans.plan import ShardPlan
 
 NOT_MEASURED = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
 _NO_SOURCE = "; no source for what its matrix products sustain: bounds only"
@@ -160,7 +161,8 @@ class ClusterPlan(Printed):
         answer = "fits" if self.fits else "does not fit"
         if peak_bytes < _LEAST_IN_GIB:  # it would be 0.0 GiB
             return f"{answer}: {human_bytes(peak_bytes)} of {capacity_gib:.1f} GiB"
-        return f"{answer}: {peak_bytes / 2**30:.1f} GiB of {capacity_gib:.1f}"
+        peak_gib = peak_bytes / 2**30
+        return f"{answer}: {peak_gib:.1f} GiB of {capacity_gib:.1f}"
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -171,7 +173,8 @@ class ClusterPlan(Printed):
         line = f"not in the estimate: copies to and from the host, where {human_bytes(host_bytes)} are"
         rate = self.cluster.assumptions.host_bytes_per_s
         if rate:
-            line += f"; moving that once takes {duration(host_bytes / rate)} at {rate / 1e9:g} GB/s"
+            once = duration(host_bytes / rate)
+            line += f"; moving that once takes {once} at {rate / 1e9:g} GB/s"
         return (line,)
 
     def mfu(self, estimate: Estimate) -> float:
@@ -225,10 +228,11 @@ class ClusterPlan(Printed):
 
     def _compiled_title(self) -> str:
         step = self.step
-        return (
-            f"Compiled: facts, nothing was run (jax {step.versions.get('jax')}; traced in {step.trace_s:.0f} s, "
-            f"compiled in {step.compile_s:.0f} s, {step.rss_bytes / 2**30:.1f} GiB)"
-        )
+        jax_version = step.versions.get("jax")
+        rss_gib = step.rss_bytes / 2**30
+        traced = f"traced in {step.trace_s:.0f} s"
+        compiled = f"compiled in {step.compile_s:.0f} s"
+        return f"Compiled: facts, nothing was run (jax {jax_version}; {traced}, {compiled}, {rss_gib:.1f} GiB)"
 
     def _compiler_options(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.step.options.items())
@@ -246,10 +250,12 @@ class ClusterPlan(Printed):
         if peak_bytes > _PREALLOCATED * device.hbm_bytes:
             lines.append("JAX uses three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
         hidden = self.estimates.stated.hidden
-        if peak_bytes > _CLOSE_TO_LIMIT * device.hbm_bytes and hidden < _LITTLE_HIDDEN:
+        is_close = peak_bytes > _CLOSE_TO_LIMIT * device.hbm_bytes
+        if is_close and hidden < _LITTLE_HIDDEN:
+            microbatches = 2 * self.step.accumulate
             lines.append(
                 f"This close to the limit, the compiler overlaps less: {hidden:.0%} of the communication is hidden."
-                f" --unit remat=full, or --set accumulate={2 * self.step.accumulate}, frees memory."
+                f" --unit remat=full, or --set accumulate={microbatches}, frees memory."
             )
         return lines
 
@@ -277,68 +283,87 @@ class ClusterPlan(Printed):
     def _assumed(self) -> str:
         """Returns the assumptions, those that vary, and the formula of the arithmetic."""
         stated = "between" if self.cluster.has_bounds_only else "stated"
-        lines = (
-            f"{stated}: {self.cluster.assumptions}",
-            f"from, to: {varied_assumptions(self.cluster) or 'the same, as all assumptions are known'}",
-            f"flops of a step: {self.step.flops_formula}",
-        )
+        varied = varied_assumptions(self.cluster)
+        if not varied:
+            varied = "the same, as all assumptions are known"
+        lines = [f"{stated}: {self.cluster.assumptions}"]
+        lines.append(f"from, to: {varied}")
+        lines.append(f"flops of a step: {self.step.flops_formula}")
         return "\n".join(lines)
 
     # ---- for programs
 
     def to_dict(self) -> dict[str, Json]:
         """Returns everything, for JSON, with compiled and estimated figures separate."""
+        record = self._request_record()
+        record |= self._communication_record()
+        record["compiled"] = self._compiled_record()
+        record["estimate"] = self._estimates_record()
+        record["sources"] = dict(self.topology.device.sources)
+        record["left_out"] = list(self.left_out)
+        record["notes"] = list(self.notes)
+        return record
+
+    def _request_record(self) -> dict[str, Json]:
+        """Returns what was compiled, and for which devices."""
         step = self.step
         device = self.topology.device
-        compiled = {
-            "fits": self.fits,
-            "capacity_bytes": device.hbm_bytes,
-            "options": dict(step.options),
-            "versions": dict(step.versions),
-            "seconds": {"trace": step.trace_s, "compile": step.compile_s, "cpu": step.cpu_s},
-            "compiler_rss_bytes": step.rss_bytes,
-            "audit": json.loads(self.audit.to_json()),
-        }
+        record: dict[str, Json] = {"name": self.name, "topology": self.topology.text}
+        record["platform"] = device.platform
+        record["compiler"] = device.compiler
+        record["device"] = device.title
+        record["devices"] = self.topology.num_devices
+        record["batch_size"] = step.batch_size
+        record["sequence_length"] = step.sequence_length
+        record["accumulate"] = step.accumulate
+        record["sync"] = step.sync
+        record["mesh"] = dict(step.plan.mesh)
+        return record
+
+    def _communication_record(self) -> dict[str, Json]:
+        """Returns the collectives that the plan requires: here, and on a platform that sums no gradient on arrival."""
+        plan = self.step.plan
+        # A run on another platform is compared with the second.
         return {
-            "name": self.name,
-            "topology": self.topology.text,
-            "platform": device.platform,
-            "compiler": device.compiler,
-            "device": device.title,
-            "devices": self.topology.num_devices,
-            "batch_size": step.batch_size,
-            "sequence_length": step.sequence_length,
-            "accumulate": step.accumulate,
-            "sync": step.sync,
-            "mesh": dict(step.plan.mesh),
-            "communication_per_step": [dataclasses.asdict(traffic) for traffic in traffic_of(step.plan)],
-            # What a run on another platform is compared with.
-            "communication_by_reduce_scatters": [
-                dataclasses.asdict(traffic) for traffic in traffic_of(step.plan.with_reduce_scatters())
-            ],
-            "compiled": compiled,
-            "estimate": self._estimates_record(),
-            "sources": dict(device.sources),
-            "left_out": list(self.left_out),
-            "notes": list(self.notes),
+            "communication_per_step": _traffic_records(plan),
+            "communication_by_reduce_scatters": _traffic_records(plan.with_reduce_scatters()),
         }
 
+    def _compiled_record(self) -> dict[str, Json]:
+        """Returns what the compiler has made of it."""
+        step = self.step
+        record: dict[str, Json] = {"fits": self.fits}
+        record["capacity_bytes"] = self.topology.device.hbm_bytes
+        record["options"] = dict(step.options)
+        record["versions"] = dict(step.versions)
+        record["seconds"] = {"trace": step.trace_s, "compile": step.compile_s, "cpu": step.cpu_s}
+        record["compiler_rss_bytes"] = step.rss_bytes
+        record["audit"] = json.loads(self.audit.to_json())
+        return record
+
     def _estimates_record(self) -> dict[str, Json]:
-        return {
-            "low": self._estimate_record(self.estimates.fastest),
-            "stated": None if self.cluster.has_bounds_only else self._estimate_record(self.estimates.stated),
-            "high": self._estimate_record(self.estimates.slowest),
-            "flops_per_step": self.step.flops,
-            "flops_formula": self.step.flops_formula,
-        }
+        """Returns the estimates, and the arithmetic that they are of."""
+        record: dict[str, Json] = {"low": self._estimate_record(self.estimates.fastest), "stated": None}
+        if not self.cluster.has_bounds_only:
+            record["stated"] = self._estimate_record(self.estimates.stated)
+        record["high"] = self._estimate_record(self.estimates.slowest)
+        record["flops_per_step"] = self.step.flops
+        record["flops_formula"] = self.step.flops_formula
+        return record
 
     def _estimate_record(self, estimate: Estimate) -> dict[str, Json]:
         """Returns an estimate with the figures that are published of runs."""
-        tokens_per_s = self.step.batch_size * self.step.sequence_length / estimate.step_s
-        return estimate.to_dict() | {
-            "mfu": self.mfu(estimate),
-            "hfu": self.hfu(estimate),
-            "model_flops_per_s_per_device": self.flops_per_s(estimate),
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_device": tokens_per_s / self.topology.num_devices,
-        }
+        tokens = self.step.batch_size * self.step.sequence_length
+        tokens_per_s = tokens / estimate.step_s
+        record = estimate.to_dict()
+        record["mfu"] = self.mfu(estimate)
+        record["hfu"] = self.hfu(estimate)
+        record["model_flops_per_s_per_device"] = self.flops_per_s(estimate)
+        record["tokens_per_s"] = tokens_per_s
+        record["tokens_per_s_per_device"] = tokens_per_s / self.topology.num_devices
+        return record
+
+
+def _traffic_records(plan: ShardPlan) -> list[Json]:
+    """Returns the collectives of a plan, for JSON."""
+    return [dataclasses.asdict(traffic) for traffic in traffic_of(plan)]

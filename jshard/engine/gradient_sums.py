@@ -53,17 +53,21 @@ class PartialSum:
     @classmethod
     def of(cls, gradient: jax.Array, mesh: Mesh) -> "PartialSum":
         """Returns the part of a data shard: partial over all batch axes."""
-        return cls(gradient, tuple(axis for axis in batch_axes(mesh) if degree(mesh, axis) > 1))
+        axes = tuple(axis for axis in batch_axes(mesh) if degree(mesh, axis) > 1)
+        return cls(gradient, axes)
 
     def after(self, array: jax.Array, axes: Sequence[str]) -> "PartialSum":
         """Returns the result of a collective that summed it over these axes."""
         twice = [axis for axis in axes if axis not in self.axes]
         assert not twice, f"a gradient is summed twice over {twice}"
-        return PartialSum(array, tuple(axis for axis in self.axes if axis not in axes))
+        axes_left = tuple(axis for axis in self.axes if axis not in axes)
+        return PartialSum(array, axes_left)
 
     def finished(self, mesh: Mesh) -> jax.Array:
         """Returns the sum over the axes that are left, and over inner axes where one is open."""
-        x = lax.psum(self.array, self.axes) if self.axes else self.array
+        x = self.array
+        if self.axes:
+            x = lax.psum(x, self.axes)
         # Only the interpretation over an inner axis knows whether this is a part over it: it is left an instruction.
         for axis in inner_axes(mesh):
             x = over_axis_p.bind(x, axis=axis, dim=None, tensor_dim=None)
@@ -172,27 +176,31 @@ def _summed_on_arrival(x: jax.Array, dim: int, placement: Placement, layer_dims:
     """
     wire = wire_named(placement.reduce_wire)
     # Received parts are summed in the reduce dtype: a reduce-scatter in the narrower one would also add in it.
-    exchanges = placement.exchanges({axis: lax.axis_size(axis) for axis in (FSDP, *placement.gather_axes)})
+    degrees = {axis: lax.axis_size(axis) for axis in (FSDP, *placement.gather_axes)}
+    exchanges = placement.exchanges(degrees)
     remaining = _outermost_first(exchanges)
-    x = x.reshape(*x.shape[:dim], *[exchange.size for exchange in remaining], -1, *x.shape[dim + 1 :])
+    dims_before = x.shape[:dim]
+    dims_after = x.shape[dim + 1 :]
+    part_dims = [exchange.size for exchange in remaining]
+    x = x.reshape(*dims_before, *part_dims, -1, *dims_after)
     if not wire.is_cast:
         x = _summed_over_inner_axes(x, dim + len(remaining), placement)
     for exchange in exchanges:
         num_part_dims = len(remaining)
         exchanged_dim = dim + remaining.index(exchange)
-        send = functools.partial(
-            lax.all_to_all,
-            axis_name=exchange.axis,
-            split_axis=exchanged_dim,
-            concat_axis=exchanged_dim,
-            axis_index_groups=_exchange_groups(lax.axis_size(exchange.axis), exchange.size, exchange.stride),
-        )
         packed = wire.packed(x, dim, num_layer_dims=layer_dims, num_part_dims=num_part_dims)
-        received = tuple(send(array) for array in packed)
+        received = tuple(_exchanged_along(array, exchanged_dim, exchange) for array in packed)
         parts = wire.unpacked(received, dim, x.dtype, num_layer_dims=layer_dims, num_part_dims=num_part_dims)
         x = parts.sum(exchanged_dim)
         remaining.remove(exchange)
     return x
+
+
+def _exchanged_along(x: jax.Array, dim: int, exchange: Exchange) -> jax.Array:
+    """Sends each row along a dim to the device of the group that has its number; the dim then has what arrived."""
+    num_shards = lax.axis_size(exchange.axis)
+    groups = _exchange_groups(num_shards, exchange.size, exchange.stride)
+    return lax.all_to_all(x, exchange.axis, split_axis=dim, concat_axis=dim, axis_index_groups=groups)
 
 
 def _outermost_first(exchanges: Sequence[Exchange]) -> list[Exchange]:
@@ -251,21 +259,25 @@ def reduce_unit(
         first_step: whether to leave out the second step of those that have a `pending_sum`.
         part_dtypes: of each part the narrowest dtype that has all its elements: see `Value.narrowest_dtype`.
     """
-    wires = zip(placements, part_dtypes, strict=True)
-    placements = tuple(placement.sending_parts_of(dtype) for placement, dtype in wires)
+    of_parts = []
+    for placement, dtype in zip(placements, part_dtypes, strict=True):
+        of_parts.append(placement.sending_parts_of(dtype))
     # The order of the collectives in the program: joined sums, joined exchanges, then the others one by one.
-    parts = _summed_together(gradients, placements, mesh)
-    for i, x in _exchanged_together(gradients, placements).items():
-        parts[i] = PartialSum.of(gradients[i], mesh).after(x, _scattered_axes(placements[i], mesh))
+    parts = _summed_together(gradients, of_parts, mesh)
+    for i, x in _exchanged_together(gradients, of_parts).items():
+        unreduced = PartialSum.of(gradients[i], mesh)
+        parts[i] = unreduced.after(x, _scattered_axes(of_parts[i], mesh))
     results = []
-    for i, (x, placement) in enumerate(zip(gradients, placements, strict=True)):
-        part = parts[i] if i in parts else _first_step(x, placement, mesh)
+    for i, (x, placement) in enumerate(zip(gradients, of_parts, strict=True)):
+        if i not in parts:
+            parts[i] = _first_step(x, placement, mesh)
         pending = pending_sum(x, placement, mesh) if first_step else None
         if pending is None:
-            results.append(part.finished(mesh).astype(x.dtype))
+            total = parts[i].finished(mesh)
+            results.append(total.astype(x.dtype))
             continue
-        assert part.axes == pending.axes, "the second step covers what the first has left"
-        results.append(part.array)
+        assert parts[i].axes == pending.axes, "the second step covers what the first has left"
+        results.append(parts[i].array)
     return results
 
 
@@ -320,7 +332,8 @@ def _exchanged_together(gradients: Sequence[jax.Array], placements: Sequence[Pla
     sums: dict[int, jax.Array] = {}
     for dims in groups.values():
         members = at_positions(gradients, dims)
-        shards = _exchanged(members, at_positions(placements, dims), list(dims.values()))
+        placements_of_members = at_positions(placements, dims)
+        shards = _exchanged(members, placements_of_members, list(dims.values()))
         sums.update(zip(dims, shards, strict=True))
     return sums
 
@@ -348,14 +361,18 @@ def _exchanged(gradients: Sequence[jax.Array], placements: Sequence[Placement], 
     ordered = []
     rows = []
     for x, own_placement, dim in zip(gradients, placements, dims, strict=True):
-        sharded_first = jnp.moveaxis(with_padding(x, own_placement), dim, 0)
+        padded = with_padding(x, own_placement)
+        sharded_first = jnp.moveaxis(padded, dim, 0)
         ordered.append(sharded_first)
-        rows.append(sharded_first.astype(placement.reduce_dtype).reshape(num_shards, -1))
-    (own_row,) = _summed_on_arrival(jnp.concatenate(rows, 1), 0, placement, layer_dims=0)
+        widened = sharded_first.astype(placement.reduce_dtype)
+        rows.append(widened.reshape(num_shards, -1))
+    joined = jnp.concatenate(rows, 1)
+    (own_row,) = _summed_on_arrival(joined, 0, placement, layer_dims=0)
     parts = _split(own_row, [row.shape[1] for row in rows])
     shards = []
     for part, x, dim in zip(parts, ordered, dims, strict=True):
-        shards.append(jnp.moveaxis(part.reshape(-1, *x.shape[1:]), 0, dim))
+        shard = part.reshape(-1, *x.shape[1:])
+        shards.append(jnp.moveaxis(shard, 0, dim))
     return shards
 
 

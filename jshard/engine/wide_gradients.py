@@ -11,7 +11,7 @@ A product adds up in float32 in any case, and can write that as fast: no cast, a
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,30 +61,45 @@ class _WrittenResult:
 
 
 def _with_wide_results(jaxpr: Jaxpr, positions: Collection[int], dtype: np.dtype) -> Jaxpr:
+    """Returns a program with some wider results, as `with_wide_gradients` says; itself if none can be."""
     results = list(_written_results(jaxpr, positions))
-    in_calls: dict[int, set[int]] = defaultdict(set)  # of each call the results, by the identity of its equation
-    for result in results:
-        if result.eqn.primitive.name in _CALLS:
-            in_calls[id(result.eqn)].add(result.index)
-    programs: dict[int, Jaxpr] = {}
-    for eqn in jaxpr.eqns:
-        if id(eqn) in in_calls:
-            inner, _ = calls.program(eqn)
-            programs[id(eqn)] = _with_wide_results(inner, in_calls[id(eqn)], dtype)
-
+    programs = _programs_of_calls(results, dtype)
     widened: dict[Var, Var] = {}
     for result in results:
-        if id(result.eqn) in programs:
-            is_wide = type_of(programs[id(result.eqn)].outvars[result.index]).dtype == dtype
-        else:
-            is_wide = _can_be_wide(result.eqn, dtype)
-        if is_wide:
+        if _is_written_wide(result, programs, dtype):
             for variable in result.variables:
                 widened[variable] = Var(type_of(variable).update(dtype=dtype))
     if not widened:
         return jaxpr
     eqns = [_wide_equation(eqn, widened, programs, dtype) for eqn in jaxpr.eqns]
-    return jaxpr.replace(eqns=eqns, outvars=[_renamed(atom, widened) for atom in jaxpr.outvars])
+    outvars = [_renamed(atom, widened) for atom in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _programs_of_calls(results: Sequence[_WrittenResult], dtype: np.dtype) -> dict[int, Jaxpr]:
+    """Returns the programs of the calls that write results, with these wider where they can be.
+
+    By the identity of the call's equation, as equations cannot be compared.
+    """
+    call_of: dict[int, JaxprEqn] = {}
+    positions: dict[int, set[int]] = defaultdict(set)
+    for result in results:
+        if result.eqn.primitive.name in _CALLS:
+            call_of[id(result.eqn)] = result.eqn
+            positions[id(result.eqn)].add(result.index)
+    programs = {}
+    for key, call in call_of.items():
+        inner, _ = calls.program(call)
+        programs[key] = _with_wide_results(inner, positions[key], dtype)
+    return programs
+
+
+def _is_written_wide(result: _WrittenResult, programs: Mapping[int, Jaxpr], dtype: np.dtype) -> bool:
+    """Returns whether the equation of a result writes it in a wider dtype, given the programs of calls."""
+    program = programs.get(id(result.eqn))
+    if program is None:
+        return _can_be_wide(result.eqn, dtype)
+    return type_of(program.outvars[result.index]).dtype == dtype
 
 
 def _written_results(jaxpr: Jaxpr, positions: Collection[int]) -> Iterator[_WrittenResult]:

@@ -154,8 +154,8 @@ class ExpectedStep:
         assert compiled.plan is not None
         planned_compiler = self.plan.get("compiler", compiler)
         is_same_platform = platform == self.plan["platform"] and compiler in ("", planned_compiler)
-        # Between processes on CPUs all-to-alls take the place of reduce-scatters. A topology has no processes, so no
-        # plan has them.
+        # Between processes on CPUs all-to-alls take the place of reduce-scatters. A topology of CPUs has no processes,
+        # so no plan has them. On GPUs the plan has made the same choice.
         has_planned_sums = platform != "cpu" or not compiled.plan.replaces_reduce_scatters
         if is_same_platform and has_planned_sums:
             planned = _compiled_figures(self.plan["compiled"]["audit"])

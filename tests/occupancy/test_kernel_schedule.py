@@ -93,7 +93,7 @@ def test_without_a_word_on_how_long_it_takes_a_kernel_hides_less(monkeypatch: py
         assert hidden(hopper, js.kernels.matmul) < stated
 
 
-def scanned(cluster: Cluster, mlp: str) -> Audit:
+def scanned(cluster: Cluster, mlp: str, reduce_dtype: str = "bfloat16") -> Audit:
     """A training step of a GPT whose blocks are scanned with the next one's parameters gathered ahead."""
     config = GPTConfig(
         vocab_size=512,
@@ -104,7 +104,7 @@ def scanned(cluster: Cluster, mlp: str) -> Audit:
         d_ff=8192,
         scan=True,
         compute_dtype="bfloat16",
-        reduce_dtype="bfloat16",  # in float32 the parts of gradients are sent, in more collectives
+        reduce_dtype=reduce_dtype,
         remat="full",
         mlp=mlp,
         attention="xla",  # JAX asks for cuDNN, which is not here
@@ -116,13 +116,25 @@ def scanned(cluster: Cluster, mlp: str) -> Audit:
     return audit(lowered.compile(compiler_options=cluster.options), model=model)
 
 
+def large_in_loops(audited: Audit) -> list[tuple[str, bool]]:
+    """The kind of each large collective in loops, and whether a product is beside it."""
+    large = [window for window in audited.schedule.in_loops if window.full_bytes >= LARGE_BYTES]
+    return sorted((window.kind, window.is_overlapped) for window in large)
+
+
+def test_parts_that_are_summed_on_arrival_are_sent_beside_a_kernel_as_beside_products(cluster: Cluster):
+    """Reduced in float32: more collectives than reduce-scatters, of which one gather of an iteration has no product."""
+    plain, ours = scanned(cluster, "plain", "float32"), scanned(cluster, "pallas", "float32")
+    assert plain.ok and ours.ok
+    assert large_in_loops(ours) == large_in_loops(plain)
+    exchanges = [is_overlapped for kind, is_overlapped in large_in_loops(ours) if kind == "all-to-all"]
+    assert exchanges and all(exchanges)
+
+
 def test_in_a_scan_with_prefetch_every_large_collective_has_a_product_beside_it(cluster: Cluster):
     plain, ours = scanned(cluster, "plain"), scanned(cluster, "pallas")
     assert plain.ok and ours.ok
-    kinds = lambda found: sorted(
-        (w.kind, w.is_overlapped) for w in found.schedule.in_loops if w.full_bytes >= LARGE_BYTES
-    )
-    assert kinds(ours) == kinds(plain) and not ours.not_overlapped(at_least_bytes=LARGE_BYTES)
+    assert large_in_loops(ours) == large_in_loops(plain) and not ours.not_overlapped(at_least_bytes=LARGE_BYTES)
     (use,) = [kernel for kernel in ours.schedule.kernels if kernel.kernel != "attention"]
     # Forward, its second run for backward, and four gradients of two products each.
     assert (use.kernel, use.form) == ("mlp", "mosaic") and use.calls >= 2 + 2 + 4

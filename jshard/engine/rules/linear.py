@@ -11,6 +11,7 @@ from jshard.engine.rules import calls
 from jshard.engine.rules.building_blocks import same
 from jshard.engine.rules.registry import Partitioner, record_of
 from jshard.engine.rules.values import PARTIAL, Value, type_of, variables_of
+from jshard.engine.selections import at_positions
 
 
 def apply_linear(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -24,23 +25,33 @@ def apply_linear(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[V
     partial = [i for i, v in enumerate(operands) if v.is_partial]
     if any(v.is_split for v in operands) or not _is_linear_in(eqn, operands, partial):
         return None
-    linear = record_of(eqn).linear
-    assert linear is not None
-    if linear.is_joint:
-        operands = list(operands)
-        for i in linear.positions(len(operands)):
-            operands[i] = p.partial(operands[i])
-
+    operands = _with_joint_operands_partial(p, eqn, operands)
     # A sum that grows is taken before, when it is small. Gradients are summed once, where they end.
-    result = eqn.outvars[0]
-    num_elements = sum(math.prod(operands[i].shape) for i in partial)
-    grows = math.prod(type_of(result).shape) > num_elements
-    if grows and not p.is_for_gradients(result):
+    grows = _is_larger_than(eqn.outvars[0], at_positions(operands, partial))
+    if grows and not p.is_for_gradients(eqn.outvars[0]):
         return None
     results = same(p, eqn, operands, PARTIAL)
     if eqn.primitive.name == "convert_element_type":
         results[0].remember_narrower(operands[0])
     return results
+
+
+def _with_joint_operands_partial(p: Partitioner, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Returns operands; if the equation is linear in several of them together, as a sum is, these all as partial."""
+    linear = record_of(eqn).linear
+    assert linear is not None
+    if not linear.is_joint:
+        return operands
+    operands = list(operands)
+    for i in linear.positions(len(operands)):
+        operands[i] = p.partial(operands[i])
+    return operands
+
+
+def _is_larger_than(result: Var, operands: Sequence[Value]) -> bool:
+    """Returns whether a result has more elements than some operands together."""
+    num_elements = sum(math.prod(operand.shape) for operand in operands)
+    return math.prod(type_of(result).shape) > num_elements
 
 
 def _is_linear_in(eqn: JaxprEqn, operands: Sequence[Value], partial: Sequence[int]) -> bool:
