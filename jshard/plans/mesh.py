@@ -278,6 +278,20 @@ def products_write_sums(mesh: AnyMesh) -> bool:
     return target is not None and target.major < HOPPER and degree(mesh, PIPE) == 1
 
 
+def reduces_in_parts(mesh: AnyMesh) -> bool:
+    """Returns whether it is faster to reduce the gradients of a unit in parts than in one collective.
+
+    So it is on NVIDIA GPUs before Hopper. XLA has no figures of their reductions, takes each for a short one, and
+    starts it one kernel before its result is read: several have more kernels beside them than one. Llama 3 8B on 64
+    A100, reduced in float32, takes 2755 in place of 2841 ms, with 8 replicas 2884 in place of 3023 (compiled; times are
+    the plan's estimates).
+    """
+    if not isinstance(mesh, Mesh):
+        return False
+    target = _nvidia_target(mesh)
+    return target is not None and target.major < HOPPER
+
+
 def _nvidia_target(mesh: Mesh) -> NvidiaTarget | None:
     """Returns what the devices of a mesh are to the compiler; None unless they are NVIDIA GPUs that are known."""
     facts = device_of(mesh.devices.flat[0].device_kind)

@@ -7,7 +7,6 @@ the dependencies are read after the same pruning.
 import collections
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -16,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.extend import core as jex
 from jax.sharding import Mesh
 
 import jshard as js
 from jshard.engine import gradient_sums
 from jshard.engine.schedule import unit_schedule
 from jshard.plans.mesh import reduces_before_gathers
+from tests.engine.program_order import Node, Region, regions
 from tests.helpers import Block, Config, Decoder, equations_and_trips, loss_fn, token_batch
 from tests.linen_models import WIDTH
 from tests.linen_models import Layer as LinenLayer
@@ -38,80 +37,6 @@ def compiler_fuses_units():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unit_schedule, "fuses_units", lambda mesh: True)
         yield
-
-
-@dataclasses.dataclass(eq=False)
-class Node:
-    """An operation of the sharded region, loops and calls opened."""
-
-    kind: str
-    unit: str
-    backward: bool
-    inputs: list[Any]
-    outputs: list[Any]
-
-
-def opened(jaxpr: Any, args: list[Any], nodes: list[Node], scope: str = "") -> list[Any]:
-    """Adds the operations of a jaxpr, those of calls inside in their place; values are objects. Returns its results."""
-    values = dict(zip(jaxpr.invars, args, strict=True)) | {v: object() for v in jaxpr.constvars}
-    look = lambda v: None if isinstance(v, jex.Literal) else values[v]
-    for eqn in jaxpr.eqns:
-        where = f"{scope}/{eqn.source_info.name_stack}"
-        ins = [look(a) for a in eqn.invars]
-        inner = [j for j in jex.jaxprs_in_params(eqn.params) if len(j.invars) == len(ins)]
-        if inner and eqn.primitive.name not in ("scan", "while", "cond"):
-            outs = opened(inner[0], ins, nodes, where)
-        else:
-            unit = re.findall(r"jshard\[([^\]]*)\]", where)
-            outs = [object() for _ in eqn.outvars]
-            nodes.append(Node(eqn.primitive.name, unit[-1] if unit else "", "/backward" in where, ins, outs))
-        values |= dict(zip(eqn.outvars, outs, strict=True))
-    return [look(v) for v in jaxpr.outvars]
-
-
-def regions(jaxpr: Any) -> list[Any]:
-    found = []
-    for eqn in jaxpr.eqns:
-        for inner in jex.jaxprs_in_params(eqn.params):
-            found += [inner] if eqn.primitive.name == "shard_map" else regions(inner)
-    return found
-
-
-class Region:
-    """What each operation waits for, after XLA's pruning."""
-
-    def __init__(self, jaxpr: Any) -> None:
-        self.nodes: list[Node] = []
-        arguments = [object() for _ in jaxpr.invars]
-        self.activations = [v for v, invar in zip(arguments, jaxpr.invars, strict=True) if invar.aval.ndim == 3]
-        self.vectors = [v for v, invar in zip(arguments, jaxpr.invars, strict=True) if invar.aval.ndim == 1]
-        self.results = opened(jaxpr, arguments, self.nodes)
-        live = set(self.results)
-        edges = {}
-        for node in reversed(self.nodes):
-            if not any(v in live for v in node.outputs):
-                continue
-            if node.kind == "optimization_barrier":
-                kept = [a for a, v in zip(node.inputs, node.outputs, strict=True) if v in live]
-            else:
-                kept = node.inputs
-            edges[id(node)] = [a for a in kept if a is not None]
-            live.update(edges[id(node)])
-        made = {v: node for node in self.nodes for v in node.outputs}
-        self._before: dict[int, frozenset[int]] = {}
-        for node in self.nodes:  # in order: what a node waits for comes before it
-            parents = [made[v] for v in edges.get(id(node), []) if v in made]
-            self._before[id(node)] = frozenset().union(*({id(p)} | self._before[id(p)] for p in parents))
-        self.live = [n for n in self.nodes if id(n) in edges]
-
-    def find(self, kind: str, unit: str, backward: bool = False) -> list[Node]:
-        return [n for n in self.live if (n.kind, n.unit, n.backward) == (kind, unit, backward)]
-
-    def of_kind(self, kind: str) -> list[Node]:
-        return [n for n in self.live if n.kind == kind]
-
-    def waits_for(self, node: Node, others: list[Node]) -> bool:
-        return any(id(other) in self._before[id(node)] for other in others)
 
 
 def block(i: int) -> str:
@@ -207,12 +132,14 @@ def test_gradients_are_cast_when_they_are_summed_and_on_tpus_in_front_of_their_b
     assert barriers == {(True, of_blocks), (False, of_root)}
 
 
-def test_small_gradients_of_all_units_are_summed_at_once_and_no_unit_waits_for_them():
+def test_small_gradients_of_all_units_are_summed_at_once_and_no_unit_but_the_last_waits_for_them():
     _, backward = traced(prefetch=1, remat="none")
     joined = [n for n in backward.of_kind("concatenate") if len(n.inputs) > LAYERS]
     (of_all,) = joined  # of each block four: what its norms and the products' biases are
     (total,) = (n for n in backward.of_kind("psum") if of_all.outputs[0] in n.inputs)
-    assert not any(backward.waits_for(n, [total]) for n in backward.live if n.unit.startswith("blocks"))
+    for node in backward.live:
+        if node.unit.startswith("blocks") and node.kind != "optimization_barrier" and backward.waits_for(node, [total]):
+            assert node.unit == block(0)  # the last one of backward: its gradients are reduced after all others
     num_blocks_before = sum(
         backward.waits_for(total, backward.find("dot_general", block(i), True)) for i in range(LAYERS)
     )
