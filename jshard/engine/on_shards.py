@@ -300,7 +300,7 @@ class _Execution:
         unreduced = [p.off_stages(value) for value in at_positions(results, shards)]
         stored = p.reduce_to_shards(unreduced, list(shards.values()))
         own = [gradient for value, gradient in zip(unreduced, stored, strict=True) if value.is_partial]
-        p.reduce_last_gradients(after=own)
+        p.reduce_final_gradients(after=own)
         stored_gradients: dict[int, Value] = {}
         for position, gradient in zip(shards, stored, strict=True):
             if gradient.shard.placement.on_host:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jshard import _compat
 from jshard.errors import MeshError
 from jshard.facts.devices import DeviceFacts, device_of
 from jshard.facts.gpu_target import HOPPER, NvidiaTarget
@@ -281,15 +282,16 @@ def products_write_sums(mesh: AnyMesh) -> bool:
 def reduces_in_parts(mesh: AnyMesh) -> bool:
     """Returns whether it is faster to reduce the gradients of a unit in parts than in one collective.
 
-    So it is on NVIDIA GPUs before Hopper. XLA has no figures of their reductions, takes each for a short one, and
-    starts it one kernel before its result is read: several have more kernels beside them than one. Llama 3 8B on 64
-    A100, reduced in float32, takes 2755 in place of 2841 ms, with 8 replicas 2884 in place of 3023 (compiled; times are
-    the plan's estimates).
+    So it is on NVIDIA GPUs before Hopper with jax 0.10. XLA has no figures of their reductions, takes each for a short
+    one, and starts it one kernel before its result is read: several have more kernels beside them than one. Llama 3 8B
+    on 64 A100, reduced in float32, takes 2755 in place of 2841 ms, with 8 replicas 2884 in place of 3023 (compiled;
+    times are the plan's estimates). Later versions start collectives as early as possible there, and would wait for a
+    part at once, to start the next.
     """
     if not isinstance(mesh, Mesh):
         return False
     target = _nvidia_target(mesh)
-    return target is not None and target.major < HOPPER
+    return target is not None and target.major < HOPPER and _compat.ESTIMATES_AMPERE
 
 
 def _nvidia_target(mesh: Mesh) -> NvidiaTarget | None:

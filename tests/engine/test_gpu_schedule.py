@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard import _compat
 from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.topology import parse_topology, topology_devices
@@ -36,6 +37,7 @@ pytestmark = [needs_gpu_compiler, pytest.mark.usefixtures("no_stored_programs")]
 
 LARGE = Config(layers=6, width=2048, hidden=8192, heads=16, vocab=512, tied=False)
 LARGE_BYTES = 2**20
+WEIGHTS_FLOPS = 2 * 1024 * 2048 * (4 * 2048 + 2 * 8192)  # of the gradients of a block's weights
 UNIT_BYTES = 2 * (2048 * (4 * 2048 + 2 * 8192) + 8192 + 2048)  # of a block, in bfloat16, without what is replicated
 
 
@@ -47,10 +49,12 @@ def compiled(
     loop: bool = False,
     profile: str | None = "fastest",
     half: bool = False,
+    vocab: int = LARGE.vocab,
+    topology: str = "h100:8x8",
 ) -> Audit:
     """A training step on 64 GPUs, 8 in each host; one sequence of 1024 tokens on each."""
-    config = dataclasses.replace(LARGE, scanned=loop)
-    mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h100:8x8")))
+    config = dataclasses.replace(LARGE, scanned=loop, vocab=vocab)
+    mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology(topology)))
     wires = {"gather_dtype": "float8_e4m3fn", "wire_dtype": "bfloat16"} if half else {}
     policy = js.MixedPrecision(
         param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32" if loop else None, **wires
@@ -145,6 +149,24 @@ def test_unrolled_the_chain_overlaps_and_bounds_memory():
     scatters = [w for w in chain.schedule.windows if w.kind == "reduce-scatter" and w.full_bytes > LARGE_BYTES]
     assert len(scatters) >= LARGE.layers  # one for each unit, and not one for all at the end
     assert chain.memory.peak_bytes < free.memory.peak_bytes - UNIT_BYTES  # without a schedule several are there at once
+
+
+@pytest.mark.parametrize("form", [{}, {"scan": True}, {"loop": True}], ids=["unrolled", "scan_layers", "nnx.scan"])
+def test_the_embedding_is_reduced_beside_products_of_the_first_block(form):
+    """Its gradient comes last; those of the block's weights, which nothing needs, are computed after it."""
+    found = compiled(vocab=32_768, **form)
+    reductions = [w for w in found.schedule.windows if w.kind == "reduce-scatter" and not w.loop]
+    (embedding,) = (w for w in reductions if w.units == ("(root)",) and w.full_bytes > LARGE_BYTES)
+    assert embedding.flops > 0.5 * WEIGHTS_FLOPS
+    assert reductions.index(embedding) < len(reductions) - 1  # the block is reduced after it
+
+
+@pytest.mark.skipif(not _compat.ESTIMATES_AMPERE, reason="XLA starts collectives early there since jax 0.11.")
+def test_on_ampere_a_block_is_reduced_in_parts():
+    """XLA starts each one kernel before its result is read: of one reduction, most would have nothing beside it."""
+    in_parts, at_once = compiled(scan=True, topology="a100-80:8x8"), compiled(scan=True)
+    count = lambda found: len([w for w in found.schedule.in_loops if w.kind == "reduce-scatter"])
+    assert count(in_parts) >= 3 * count(at_once)  # of 64 and 32 MiB in float32, which it would join
 
 
 def test_half_the_wire_is_sent_beside_products():

@@ -1,14 +1,14 @@
-"""The unit that backward runs last: its gradients are reduced once those of the region's own parameters are.
+"""The final unit of backward: its gradients are reduced once those of the region's own parameters are.
 
 What is used before all units, such as an embedding, has its gradient computed after them. Nothing would be left to
-compute beside its reduction, which is the largest of many models. So the gradients of the last unit, which nothing else
-needs, are computed beside it, and only theirs is left at the end:
+compute beside its reduction, which is the largest of many models. But nothing else needs the gradients of the unit
+before it. They are computed beside it, and only their reduction is left at the end:
 
     compute  :  unit 1  :  unit 0: cotangents  :  embedding  :  unit 0: gradients  :
     links    :          :  reduce 1            :             :  reduce embedding   :  reduce 0
 
-No barrier ties these gradients to the cotangents of their unit, as it does those of other units. One ties them to the
-reduced gradients of the region; the compiler computes them when it likes before that.
+So no barrier ties these gradients to the cotangents of their unit, as it does those of other units. One ties them to
+the reduced gradients of the region; before that the compiler computes them when it likes.
 """
 
 import dataclasses
@@ -45,18 +45,18 @@ class BufferRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class LastGradient:
-    """A gradient of the last unit.
+class FinalGradient:
+    """A gradient of the final unit.
 
     Attributes:
         value: the stored shards that it is reduced to, or a stack of which they are a row. Until then, its array is a
             type.
-        gradient: each device's part.
+        held: each device's part.
         row: where the shards are written; None if they are the value.
     """
 
     value: Value
-    gradient: HeldGradient
+    held: HeldGradient
     row: BufferRow | None
 
     def set_reduced(self, shard: jax.Array) -> None:
@@ -65,8 +65,8 @@ class LastGradient:
 
 
 @dataclasses.dataclass(frozen=True)
-class LastGradients:
-    """The gradients of the unit that backward runs last.
+class FinalGradients:
+    """The gradients of the final unit.
 
     Attributes:
         unit: the unit.
@@ -74,36 +74,36 @@ class LastGradients:
     """
 
     unit: UnitEquation
-    gradients: list[LastGradient]
+    gradients: list[FinalGradient]
 
     def is_any_of(self, values: Collection[Value]) -> bool:
         """Returns whether one is among some values."""
-        own = {item.value for item in self.gradients}
+        own = {gradient.value for gradient in self.gradients}
         return not own.isdisjoint(values)
 
     def row_of(self, stacked: Value) -> BufferRow | None:
         """Returns the row of a stack that is yet to be reduced; None if no row is, or the value is no stack."""
-        for item in self.gradients:
-            if item.value is stacked:
-                return item.row
+        for gradient in self.gradients:
+            if gradient.value is stacked:
+                return gradient.row
         return None
 
-    def unstacked(self, stacked: Value, rows: Sequence[Value]) -> "LastGradients":
+    def unstacked(self, stacked: Value, rows: Sequence[Value]) -> "FinalGradients":
         """Returns the gradients once a stack is cut into these rows, of which one is yet to be reduced.
 
         That row's array is of the buffer without it: it becomes a type.
         """
         gradients = []
-        for item in self.gradients:
-            if item.value is stacked and item.row is not None:
-                value = rows[item.row.number]
+        for gradient in self.gradients:
+            if gradient.value is stacked and gradient.row is not None:
+                value = rows[gradient.row.number]
                 value.x = jax.ShapeDtypeStruct(value.shape, value.x.dtype)
-                item = LastGradient(value, item.gradient, row=None)
-            gradients.append(item)
-        return LastGradients(self.unit, gradients)
+                gradient = FinalGradient(value, gradient.held, row=None)
+            gradients.append(gradient)
+        return FinalGradients(self.unit, gradients)
 
 
-def last_with_units(jaxpr: Jaxpr) -> JaxprEqn | None:
+def final_equation_of(jaxpr: Jaxpr) -> JaxprEqn | None:
     """Returns the last equation of a program that is a unit, or runs a program that has some."""
     for eqn in reversed(jaxpr.eqns):
         if _runs_units(eqn):
@@ -115,4 +115,4 @@ def _runs_units(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a unit, or has one in its programs."""
     if is_unit(eqn):
         return True
-    return any(last_with_units(inner) is not None for inner in jaxprs_in_params(eqn.params))
+    return any(final_equation_of(inner) is not None for inner in jaxprs_in_params(eqn.params))

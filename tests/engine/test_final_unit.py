@@ -1,4 +1,4 @@
-"""The last unit of backward is reduced after the region's own parameters, and its gradients computed beside them.
+"""The final unit of backward is reduced after the region's own parameters, and its gradients computed beside them.
 
 The gradient of an embedding comes last: without this, nothing would be left to compute beside its reduction.
 """
@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jshard as js
+from jshard import _compat
 from jshard.engine.schedule import unit_schedule
 from jshard.engine.schedule.program_schedule import HeldGradient, parts_of
 from jshard.engine.stored import HeldOrder
@@ -167,7 +168,7 @@ class Device:
     ("kind", "platform", "expected"),
     [
         ("NVIDIA H100 80GB HBM3", "gpu", False),
-        ("NVIDIA A100-SXM4-80GB", "gpu", True),
+        ("NVIDIA A100-SXM4-80GB", "gpu", _compat.ESTIMATES_AMPERE),
         ("AMD Instinct MI300X", "gpu", False),
         ("TPU v5p", "tpu", False),
         ("cpu", "cpu", False),
