@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jshard.engine.rules import Value
 from jshard.engine.schedule.program_schedule import HeldGradient
-from jshard.engine.schedule.stacked_rows import written
+from jshard.engine.schedule.stacked_rows import laid_out_by_dims, written
 from jshard.engine.schedule.unit_equation import UnitEquation, is_unit
 
 
@@ -40,7 +40,8 @@ class BufferRow:
 
     def written(self, row: jax.Array) -> jax.Array:
         """Returns the result with the row."""
-        (result,) = written([self.buffer], [row], jnp.int32(self.number), (self.is_sum,))
+        rows = [laid_out_by_dims(row)]
+        (result,) = written([self.buffer], rows, jnp.int32(self.number), (self.is_sum,))
         return result
 
 

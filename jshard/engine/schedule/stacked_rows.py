@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Var, jaxpr_as_fun
 
+from jshard import _compat
 from jshard.engine.rules import Value
 from jshard.engine.rules.loops import Scan, crossing_arrays
 from jshard.engine.rules.values import arrays_of
@@ -46,6 +48,17 @@ def written(
             with_dim = before + with_dim.astype(buffer.dtype)
         results.append(lax.dynamic_update_slice_p.bind(buffer, with_dim, *start))
     return results
+
+
+def laid_out_by_dims(row: jax.Array) -> jax.Array:
+    """Returns a row that is stored in the order of its dims."""
+    # A collective takes and returns parts that are contiguous. Without this, the compiler carries the layout of a row
+    # of which it gathers the last dim over to the whole stack, and copies that before the loop: twice the parameters on
+    # a device. Mixtral 8x7B on 64 H100: 26.3 -> 23.7 GiB.
+    is_typed_key = jnp.issubdtype(row.dtype, jax.dtypes.extended)
+    if row.ndim < 2 or is_typed_key or _compat.on_host(row) or _compat.automatic_axes():
+        return row
+    return with_layout_constraint(row, Layout(tuple(range(row.ndim))))
 
 
 def run_adding(scan: Scan, sums: Mapping[int, Value]) -> list[Value]:
