@@ -299,8 +299,8 @@ class _Execution:
         # A gradient without examples, as of a penalty on a layer's weights, is no sum, and has stayed on its stage.
         unreduced = [p.off_stages(value) for value in at_positions(results, shards)]
         stored = p.reduce_to_shards(unreduced, list(shards.values()))
-        own = [gradient for value, gradient in zip(unreduced, stored, strict=True) if value.is_partial]
-        p.reduce_final_gradients(after=own)
+        reduced_here = [gradient for value, gradient in zip(unreduced, stored, strict=True) if value.is_partial]
+        p.reduce_final_gradients(after=reduced_here)
         stored_gradients: dict[int, Value] = {}
         for position, gradient in zip(shards, stored, strict=True):
             if gradient.shard.placement.on_host:

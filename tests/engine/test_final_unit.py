@@ -21,7 +21,7 @@ from jshard.engine.schedule.program_schedule import HeldGradient, parts_of
 from jshard.engine.stored import HeldOrder
 from jshard.plans.mesh import reduces_in_parts
 from tests.engine.program_order import Node, Region, regions
-from tests.helpers import Config, Decoder, Scanning, loss_fn, token_batch
+from tests.helpers import Block, Config, Decoder, Scanning, loss_fn, token_batch
 
 CONFIG = Config(layers=5, attends=False)
 BATCH = tuple(map(jnp.asarray, token_batch(CONFIG, batch=16, length=8)))
@@ -111,6 +111,9 @@ def test_units_on_demand_and_in_the_compilers_order_wait_for_nothing(prefetch):
     assert not any(backward.waits_for(node, embedding) for node in reductions_of_blocks(backward))
 
 
+# ---- units that are not final
+
+
 class ReadsFirst(Decoder):
     """Reads a parameter of its first block itself, before all blocks."""
 
@@ -119,11 +122,74 @@ class ReadsFirst(Decoder):
         return super().__call__(ids) * (1 + jnp.mean(kernel**2))
 
 
-def test_a_gradient_that_something_else_is_added_to():
-    """It is read before the gradients of the region's own parameters are reduced."""
-    build = lambda: ReadsFirst(CONFIG, nnx.Rngs(0))
+class SumOfStacks(Decoder):
+    """Its layers have two parameters for one: the gradient of their sum is cut into rows twice."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.deltas = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        def stack(layers: Any) -> Any:
+            return jax.tree.map(lambda *rows: jnp.stack(rows), *[nnx.state(layer, nnx.Param) for layer in layers])
+
+        graphdef, _ = nnx.split(self.blocks[0])
+        rows = jax.tree.map(jnp.add, stack(self.blocks), stack(self.deltas))
+        x, _ = jax.lax.scan(lambda x, row: (nnx.merge(graphdef, row)(x), None), self.embed(ids), rows)
+        return self.embed.attend(self.norm(x))
+
+
+class CallsFirstAgain(Decoder):
+    """Its first block is also its last: the gradient is the sum of both."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.embed(ids)
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        return self.embed.attend(self.norm(x))
+
+
+@pytest.mark.parametrize("model", [ReadsFirst, SumOfStacks, CallsFirstAgain])
+def test_gradients_that_something_else_reads(model):
+    build = lambda: model(CONFIG, nnx.Rngs(0))
     expected = gradients(build, lambda model: model)
     assert_equal(gradients(build, lambda model: annotate(model, js.mesh())), expected)
+
+
+class WithTower(Decoder):
+    """As many products before its blocks as a block has: beside them the first block is reduced."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.tower = nnx.List([nnx.Linear(config.width, config.width, rngs=rngs) for _ in range(8)])
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.embed(ids)
+        for linear in self.tower:
+            x = jnp.tanh(linear(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x))
+
+
+@pytest.mark.parametrize("model", [CallsFirstAgain, WithTower])
+def test_a_unit_whose_gradients_are_read_or_that_much_follows_is_reduced_in_order(model):
+    backward = backward_of(lambda: model(CONFIG, nnx.Rngs(0)), js.mesh(), remat="none")
+    *before, last = reductions_of_blocks(backward)
+    assert backward.waits_for(last, before[:-1])
+    assert not backward.waits_for(last, backward.find("reduce_scatter", "(root)", backward=True))
+
+
+def test_without_parameters_of_the_region_the_last_unit_waits_for_no_sum_of_small_gradients():
+    model = js.abstract_init(unrolled, lambda model: annotate(model, js.mesh(), remat="none"))
+    of_blocks = nnx.All(nnx.Param, nnx.PathContains("blocks"))
+    graphdef, trained, frozen, rest = nnx.split(model, of_blocks, nnx.Param, ...)
+    loss = lambda trained, frozen: loss_fn(nnx.merge(graphdef, trained, frozen, rest, copy=True), *BATCH)
+    _, backward = regions(jax.make_jaxpr(jax.grad(loss))(trained, frozen).jaxpr)
+    region = Region(backward)
+    *before, last = reductions_of_blocks(region)
+    assert region.waits_for(last, before[:-1])
+    assert not region.waits_for(last, region.of_kind("psum"))
 
 
 # ---- reductions in parts

@@ -90,7 +90,7 @@ class Value:
     """A value on one shard: the array that the shard holds, and how the shards' arrays make up the value.
 
     Attributes:
-        x: the array.
+        x: the array; a type where nothing reads it, or where the array is yet to be reduced.
         state: how the shards' arrays make up the value.
         provenance: of a whole value that is known without data, how it is computed. A shard of it is computed in the
             same way, instead of cut from the whole.
@@ -261,6 +261,16 @@ def count_uses(jaxpr: Jaxpr) -> collections.Counter[Var]:
     for eqn in jaxpr.eqns:
         num_uses.update(variables_of(eqn.invars))
     return num_uses
+
+
+def used_once_as_result(jaxpr: Jaxpr) -> set[Var]:
+    """Returns the variables of a program that are one of its results, and read by nothing else."""
+    read: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        read.update(variables_of(eqn.invars))
+    num_results = collections.Counter(variables_of(jaxpr.outvars))
+    returned_once = {variable for variable, count in num_results.items() if count == 1}
+    return returned_once - read
 
 
 def type_of(atom: Var | Literal) -> ShapedArray:

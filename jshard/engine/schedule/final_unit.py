@@ -8,19 +8,23 @@ before it. They are computed beside it, and only their reduction is left at the 
     links    :          :  reduce 1            :             :  reduce embedding   :  reduce 0
 
 So no barrier ties these gradients to the cotangents of their unit, as it does those of other units. One ties them to
-the reduced gradients of the region; before that the compiler computes them when it likes.
+what the region has reduced itself; before that the compiler computes them when it likes. Until then their values have
+no arrays. So a unit is final only if nothing reads its gradients: they leave the region as they are.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 
-from jshard.engine.rules import Value
-from jshard.engine.schedule.program_schedule import HeldGradient
+from jshard.engine.rules import Shard, Value
+from jshard.engine.rules.values import count_uses, used_once_as_result, variables_of
+from jshard.engine.schedule.program_schedule import FinalEquation, HeldGradient
 from jshard.engine.schedule.stacked_rows import laid_out_by_dims, written
+from jshard.engine.schedule.stored_values import cuts_into_rows, gradient_variables
 from jshard.engine.schedule.unit_equation import UnitEquation, is_unit
 
 
@@ -77,8 +81,8 @@ class FinalGradients:
     unit: UnitEquation
     gradients: list[FinalGradient]
 
-    def is_any_of(self, values: Collection[Value]) -> bool:
-        """Returns whether one is among some values."""
+    def has_any_of(self, values: Collection[Value]) -> bool:
+        """Returns whether some values are waiting for one of them."""
         own = {gradient.value for gradient in self.gradients}
         return not own.isdisjoint(values)
 
@@ -104,16 +108,67 @@ class FinalGradients:
         return FinalGradients(self.unit, gradients)
 
 
-def final_equation_of(jaxpr: Jaxpr) -> JaxprEqn | None:
-    """Returns the last equation of a program that is a unit, or runs a program that has some."""
-    for eqn in reversed(jaxpr.eqns):
-        if _runs_units(eqn):
-            return eqn
-    return None
+def find_final_equation(jaxpr: Jaxpr, gradients: Mapping[int, Shard]) -> FinalEquation | None:
+    """Returns the equation of a region's final unit; None if none is worth it, or none is known to be read by nothing.
+
+    Args:
+        jaxpr: the program of the region.
+        gradients: which of its results are gradients, and how these are stored.
+    """
+    places = [i for i, eqn in enumerate(jaxpr.eqns) if _runs_units(eqn)]
+    if not places or not _has_own_gradient(jaxpr, gradients):
+        return None
+    eqn = jaxpr.eqns[places[-1]]
+    following = jaxpr.eqns[places[-1] + 1 :]
+    # After as much work as the unit's own, such as a tower that is no unit, it is better reduced beside that.
+    if _num_products(following) >= _num_products_of_unit(eqn):
+        return None
+    leaving = used_once_as_result(jaxpr).intersection(gradient_variables(jaxpr, gradients))
+    unread = leaving.intersection(eqn.outvars)
+    num_uses = count_uses(jaxpr)
+    for reader in following:
+        if cuts_into_rows(reader):
+            rows = [row for row in reader.outvars if not isinstance(row, DropVar)]
+            stacks = [v for v in variables_of(reader.invars) if v in eqn.outvars and num_uses[v] == 1]
+            if leaving.issuperset(rows):
+                unread.update(stacks)
+    return FinalEquation(eqn, frozenset(unread))
+
+
+def _has_own_gradient(jaxpr: Jaxpr, gradients: Mapping[int, Shard]) -> bool:
+    """Returns whether a region has a gradient that it scatters itself: one that no unit reduces."""
+    by_units: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        is_of_rows = cuts_into_rows(eqn) and not by_units.isdisjoint(variables_of(eqn.invars))
+        if _runs_units(eqn) or is_of_rows:
+            by_units.update(eqn.outvars)
+    for variable, shard in gradient_variables(jaxpr, gradients).items():
+        if variable not in by_units and shard.placement.dim is not None:
+            return True
+    return False
 
 
 def _runs_units(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a unit, or has one in its programs."""
     if is_unit(eqn):
         return True
-    return any(final_equation_of(inner) is not None for inner in jaxprs_in_params(eqn.params))
+    inner_eqns = itertools.chain.from_iterable(inner.eqns for inner in jaxprs_in_params(eqn.params))
+    return any(map(_runs_units, inner_eqns))
+
+
+def _num_products_of_unit(eqn: JaxprEqn) -> int:
+    """Returns the number of products of a unit, or of the units of one iteration of a loop."""
+    return sum(_num_products(inner.eqns) for inner in jaxprs_in_params(eqn.params))
+
+
+def _num_products(eqns: Sequence[JaxprEqn]) -> int:
+    """Returns the number of products in equations; those in a loop count once for each iteration."""
+    total = 0
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name in ("dot_general", "conv_general_dilated"):
+            total += 1
+        num_rounds = eqn.params["length"] if name == "scan" else 1
+        for inner in jaxprs_in_params(eqn.params):
+            total += num_rounds * _num_products(inner.eqns)
+    return total

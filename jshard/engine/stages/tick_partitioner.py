@@ -16,8 +16,7 @@ from jshard.engine import rules
 from jshard.engine.rules import Value
 from jshard.engine.rules.building_blocks import materialize_all
 from jshard.engine.rules.loops import Scan
-from jshard.engine.rules.values import variables_of
-from jshard.engine.schedule.loop_pipeline import used_once_as_result
+from jshard.engine.rules.values import used_once_as_result, variables_of
 from jshard.engine.schedule.prefetch import find_units
 from jshard.engine.schedule.program_schedule import GatheredParams, ProgramSchedule
 from jshard.engine.schedule.unit_equation import UnitEquation
