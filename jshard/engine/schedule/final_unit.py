@@ -116,14 +116,17 @@ def find_final_equation(jaxpr: Jaxpr, gradients: Mapping[int, Shard]) -> FinalEq
         gradients: which of its results are gradients, and how these are stored.
     """
     places = [i for i, eqn in enumerate(jaxpr.eqns) if _runs_units(eqn)]
-    if not places or not _has_own_gradient(jaxpr, gradients):
+    if not places:
         return None
     eqn = jaxpr.eqns[places[-1]]
     following = jaxpr.eqns[places[-1] + 1 :]
+    shards = gradient_variables(jaxpr, gradients)
+    if not _has_scattered(following, shards):
+        return None
     # After as much work as the unit's own, such as a tower that is no unit, it is better reduced beside that.
     if _num_products(following) >= _num_products_of_unit(eqn):
         return None
-    leaving = used_once_as_result(jaxpr).intersection(gradient_variables(jaxpr, gradients))
+    leaving = used_once_as_result(jaxpr).intersection(shards)
     unread = leaving.intersection(eqn.outvars)
     num_uses = count_uses(jaxpr)
     for reader in following:
@@ -135,16 +138,14 @@ def find_final_equation(jaxpr: Jaxpr, gradients: Mapping[int, Shard]) -> FinalEq
     return FinalEquation(eqn, frozenset(unread))
 
 
-def _has_own_gradient(jaxpr: Jaxpr, gradients: Mapping[int, Shard]) -> bool:
-    """Returns whether a region has a gradient that it scatters itself: one that no unit reduces."""
-    by_units: set[Var] = set()
-    for eqn in jaxpr.eqns:
-        is_of_rows = cuts_into_rows(eqn) and not by_units.isdisjoint(variables_of(eqn.invars))
-        if _runs_units(eqn) or is_of_rows:
-            by_units.update(eqn.outvars)
-    for variable, shard in gradient_variables(jaxpr, gradients).items():
-        if variable not in by_units and shard.placement.dim is not None:
-            return True
+def _has_scattered(eqns: Sequence[JaxprEqn], shards: Mapping[Var, Shard]) -> bool:
+    """Returns whether equations compute a gradient that is reduced to shards, given all gradients of the region."""
+    for eqn in eqns:
+        if cuts_into_rows(eqn):
+            continue  # those of units, which have reduced them
+        for variable in eqn.outvars:
+            if variable in shards and shards[variable].placement.dim is not None:
+                return True
     return False
 
 
