@@ -109,7 +109,7 @@ class FinalGradients:
 
 
 def find_final_equation(jaxpr: Jaxpr, gradients: Mapping[int, Shard]) -> FinalEquation | None:
-    """Returns the equation of a region's final unit; None if none is worth it, or none is known to be read by nothing.
+    """Returns the equation of a region's final unit; None if the region gains nothing by one.
 
     Args:
         jaxpr: the program of the region.
@@ -128,14 +128,25 @@ def find_final_equation(jaxpr: Jaxpr, gradients: Mapping[int, Shard]) -> FinalEq
         return None
     leaving = used_once_as_result(jaxpr).intersection(shards)
     unread = leaving.intersection(eqn.outvars)
-    num_uses = count_uses(jaxpr)
-    for reader in following:
-        if cuts_into_rows(reader):
-            rows = [row for row in reader.outvars if not isinstance(row, DropVar)]
-            stacks = [v for v in variables_of(reader.invars) if v in eqn.outvars and num_uses[v] == 1]
-            if leaving.issuperset(rows):
-                unread.update(stacks)
+    unread.update(_cut_only(jaxpr, following, leaving).intersection(eqn.outvars))
     return FinalEquation(eqn, frozenset(unread))
+
+
+def _cut_only(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], leaving: Collection[Var]) -> set[Var]:
+    """Returns the stacks that one of some equations cuts into rows, all of which leave, and nothing else reads.
+
+    Layers that are modules of their own have a gradient each.
+    """
+    num_uses = count_uses(jaxpr)
+    stacks = set()
+    for eqn in eqns:
+        if not cuts_into_rows(eqn):
+            continue
+        rows = {row for row in eqn.outvars if not isinstance(row, DropVar)}
+        for stack in variables_of(eqn.invars):
+            if num_uses[stack] == 1 and rows.issubset(leaving):
+                stacks.add(stack)
+    return stacks
 
 
 def _has_scattered(eqns: Sequence[JaxprEqn], shards: Mapping[Var, Shard]) -> bool:
