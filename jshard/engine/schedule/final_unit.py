@@ -42,12 +42,6 @@ class BufferRow:
     number: int
     is_sum: bool
 
-    def written(self, row: jax.Array) -> jax.Array:
-        """Returns the result with the row."""
-        rows = [laid_out_by_dims(row)]
-        (result,) = written([self.buffer], rows, jnp.int32(self.number), (self.is_sum,))
-        return result
-
 
 @dataclasses.dataclass(frozen=True)
 class FinalGradient:
@@ -63,10 +57,6 @@ class FinalGradient:
     value: Value
     held: HeldGradient
     row: BufferRow | None
-
-    def set_reduced(self, shard: jax.Array) -> None:
-        """Gives the value its array."""
-        self.value.x = shard if self.row is None else self.row.written(shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +75,27 @@ class FinalGradients:
         """Returns whether some values are waiting for one of them."""
         own = {gradient.value for gradient in self.gradients}
         return not own.isdisjoint(values)
+
+    def set_reduced(self, shards: Sequence[jax.Array]) -> None:
+        """Gives the values their arrays, from the shards that the gradients were reduced to."""
+        rows: list[BufferRow] = []
+        stacks: list[Value] = []
+        arrays: list[jax.Array] = []
+        for gradient, shard in zip(self.gradients, shards, strict=True):
+            if gradient.row is None:
+                gradient.value.x = shard
+                continue
+            rows.append(gradient.row)
+            stacks.append(gradient.value)
+            arrays.append(laid_out_by_dims(shard))
+        if not rows:
+            return
+        # All at once, and in the order of the loop: its iterations call the same function.
+        buffers = [row.buffer for row in rows]
+        are_sums = tuple(row.is_sum for row in rows)
+        number = jnp.int32(rows[0].number)  # of the last iteration, in all buffers
+        for stack, x in zip(stacks, written(buffers, arrays, number, are_sums), strict=True):
+            stack.x = x
 
     def row_of(self, stacked: Value) -> BufferRow | None:
         """Returns the row of a stack that is yet to be reduced; None if no row is, or the value is no stack."""
