@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 import jshard as js
 from jshard import _compat
 from jshard.engine.schedule import unit_schedule
-from jshard.engine.schedule.program_schedule import HeldGradient, parts_of
+from jshard.engine.schedule.held_gradients import HeldGradient, reduction_parts
 from jshard.engine.stored import HeldOrder
 from jshard.plans.mesh import reduces_in_parts
+from tests.engine.fake_devices import Device
 from tests.engine.program_order import Node, Region, regions
 from tests.helpers import Block, Config, Decoder, Scanning, loss_fn, token_batch
 
@@ -219,16 +220,7 @@ MIB = 2**20
 def test_parts_have_the_largest_gradients_first(sizes, part_bytes, parts):
     """Each has at least so many bytes, but the last; where the compiler joins none, there is one."""
     limit = None if part_bytes is None else part_bytes * MIB
-    assert parts_of([held(size * MIB) for size in sizes], limit) == parts
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a mesh needs of a device."""
-
-    device_kind: str
-    platform: str
-    id: int = 0
+    assert reduction_parts([held(size * MIB) for size in sizes], limit) == parts
 
 
 @pytest.mark.parametrize(

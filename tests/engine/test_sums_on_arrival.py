@@ -12,6 +12,7 @@ import jshard as js
 from jshard.inspect.communication import traffic_of
 from jshard.plans import plan as plans
 from jshard.plans.mesh import SumsOnArrival, sums_on_arrival
+from tests.engine.fake_devices import Device
 from tests.helpers import Config, Decoder, Scanning, compile_to_read, fresh, loss_fn, token_batch
 from tests.parity import flat
 
@@ -19,17 +20,6 @@ CONFIG = Config(layers=1, attends=False)
 BATCH = token_batch(CONFIG)
 
 grads_of = nnx.jit(nnx.value_and_grad(loss_fn))
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a mesh needs of a device."""
-
-    id: int
-    platform: str
-    process_index: int
-    device_kind: str
-    slice_index: int = 0
 
 
 @pytest.mark.parametrize(
@@ -45,12 +35,12 @@ class Device:
     ],
 )
 def test_where_parts_are_summed_on_arrival(platform, kind, processes, expected):
-    devices = [Device(i, platform, process, kind) for i, process in enumerate(processes)]
+    devices = [Device(kind, platform, id=i, process_index=process) for i, process in enumerate(processes)]
     assert sums_on_arrival(Mesh(np.array(devices), ("fsdp",))) is expected
 
 
 def test_gradients_of_stages_are_reduced_in_a_collective():
-    devices = [Device(i, "gpu", 0, "NVIDIA H100 80GB HBM3") for i in range(4)]
+    devices = [Device("NVIDIA H100 80GB HBM3", id=i) for i in range(4)]
     mesh = Mesh(np.array(devices).reshape(2, 2), ("pipe", "fsdp"))
     assert sums_on_arrival(mesh) is SumsOnArrival.NEVER
 

@@ -5,7 +5,6 @@ the dependencies are read after the same pruning.
 """
 
 import collections
-import dataclasses
 import functools
 from typing import Any
 
@@ -21,6 +20,7 @@ import jshard as js
 from jshard.engine import gradient_sums
 from jshard.engine.schedule import unit_schedule
 from jshard.plans.mesh import reduces_before_gathers
+from tests.engine.fake_devices import Device
 from tests.engine.program_order import Node, Region, regions
 from tests.helpers import Block, Config, Decoder, equations_and_trips, loss_fn, token_batch
 from tests.linen_models import WIDTH
@@ -138,7 +138,7 @@ def test_small_gradients_of_all_units_are_summed_at_once_and_no_unit_but_the_las
     (of_all,) = joined  # of each block four: what its norms and the products' biases are
     (total,) = (n for n in backward.of_kind("psum") if of_all.outputs[0] in n.inputs)
     for node in backward.live:
-        if node.unit.startswith("blocks") and node.kind != "optimization_barrier" and backward.waits_for(node, [total]):
+        if node.unit.startswith("blocks") and backward.waits_for(node, [total]):
             assert node.unit == block(0)  # the last one of backward: its gradients are reduced after all others
     num_blocks_before = sum(
         backward.waits_for(total, backward.find("dot_general", block(i), True)) for i in range(LAYERS)
@@ -328,15 +328,6 @@ def test_a_loop_gathers_large_units_once_the_gradients_of_the_trip_before_are_re
         (reduce,) = body.of_kind("reduce_scatter")
         (gather,) = body.of_kind("all_gather")
         assert body.waits_for(gather, [reduce]) == in_turn
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a mesh needs of a device."""
-
-    device_kind: str
-    platform: str
-    id: int = 0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 import jshard as js
 from jshard.engine.schedule import unit_schedule
 from jshard.plans.mesh import products_write_sums
+from tests.engine.fake_devices import Device
 from tests.helpers import Config, Decoder, Scanning, compile_to_read, fresh, loss_fn, token_batch
 from tests.parity import flat
 
@@ -25,22 +26,12 @@ def lowered(model: Any) -> Any:
     return nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch)).lower(model, *BATCH)
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a mesh needs of a device."""
-
-    id: int
-    device_kind: str
-    platform: str = "gpu"
-    process_index: int = 0
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [("NVIDIA A100-SXM4-80GB", True), ("NVIDIA H100 80GB HBM3", False), ("AMD Instinct MI300X", False)],
 )
 def test_before_hopper(kind, expected):
-    devices = np.array([Device(i, kind) for i in range(4)])
+    devices = np.array([Device(kind, id=i) for i in range(4)])
     assert products_write_sums(Mesh(devices, ("fsdp",))) is expected
     assert not products_write_sums(Mesh(devices.reshape(2, 2), ("pipe", "fsdp")))
 

@@ -22,7 +22,8 @@ from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 
 from jshard.engine.rules import Shard, Value
 from jshard.engine.rules.values import count_uses, used_once_as_result, variables_of
-from jshard.engine.schedule.program_schedule import FinalEquation, HeldGradient
+from jshard.engine.schedule.held_gradients import HeldGradient
+from jshard.engine.schedule.program_schedule import FinalEquation
 from jshard.engine.schedule.stacked_rows import laid_out_by_dims, written
 from jshard.engine.schedule.stored_values import cuts_into_rows, gradient_variables
 from jshard.engine.schedule.unit_equation import UnitEquation, is_unit
